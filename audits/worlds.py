@@ -20,7 +20,7 @@ from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum, Total
 from secure_fvi.aggregation.homomorphic import WithHolder
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
-from secure_fvi.algorithms.base import Broadcast, LocalFit, Posterior, Problem, ServerProgram, SiloProgram
+from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Posterior, Problem, ServerProgram, SiloProgram
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits.transcript import SET_UP, Entry, Sum, Transcript
 from secure_fvi.building import work_of
@@ -241,7 +241,8 @@ class LateStart:
         server.state = server.state._replace(algorithm=begun)
         for silo in silos:
             settled = self._settled(silo)
-            silo.local = silo.local._replace(record=settled.record, silo=settled.silo)
+            record = {name: value.clone() for name, value in settled.record.items()}  # its steps write into them
+            silo.local = silo.local._replace(record=record, silo=settled.silo)
 
     def latents(self, silo: Silo) -> Normals:
         """Of the silo's records given the fitted q(Z_G), whatever algorithm the silo runs."""
@@ -286,7 +287,8 @@ class LateStart:
             scalars = {"scale": 1.0, "averaging": float(late), "stage": 0.0}
             message = Broadcast(_FIRST + k, k + 1, {silo.name: k}, (silo.name,), scalars, tensors)
             gate.begin(message.sum_index, message.phase)
-            _, local = self._program.contribute(message, local, silo.view._replace(turn=_FIRST + k), gate)
+            _, after = self._program.contribute(message, local, silo.view._replace(turn=_FIRST + k), gate)
+            local = self._program.commit(local, Pending(message.sum_index, after), message.sum_index)
         return local
 
 

@@ -13,6 +13,7 @@ last bits would meet the draws of another one.
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,18 @@ class KeyedDraws:
         words = np.frombuffer(self._cipher.encryptor().update(counters.tobytes()), np.uint64)
         words = words.reshape(count, len(ids), 2 * blocks)[..., :width]
         return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+    def poisson(self, number: int, size: int, rate: float) -> npt.NDArray[np.int64]:
+        """Places below `size` of a Poisson sample (B,), rising: each is in it with probability `rate`, whatever others
+        are. Of one id. It costs what is drawn: of independent coins the waits between two heads are geometric, and
+        follow from one number each, to the last bits of a float64."""
+        expected, found = size * rate, np.empty(0, np.int64)
+        width = math.ceil(expected + 6 * math.sqrt(expected)) + 16
+        while not len(found) or found[-1] < size:  # seldom twice: then the same numbers begin the longer draw
+            waits = np.log(self.uniforms(number, width)[0, 0]) / math.log1p(-rate)
+            found = np.cumsum(np.minimum(waits, size).astype(np.int64) + 1) - 1
+            width *= 2
+        return found[: np.searchsorted(found, size)]
 
     def normals(self, number: int, width: int, rows: npt.NDArray[np.int64] | None = None) -> Tensor:
         """Standard normals, float64 (N or len(rows), width)."""

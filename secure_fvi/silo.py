@@ -54,6 +54,7 @@ from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.program_contract import misplaced
 from secure_fvi.randomness import UNIT_ID, KeyedDraws
+from secure_fvi.states import moves
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch does not export it to type checkers
 #: What a message, a ledger or a disk makes fail. Whatever else is raised, a silo's data may have made fail.
@@ -157,6 +158,8 @@ class Silo:
         """As before the first round."""
         self.local = self.program.init_local(self.view)
         self.pending: Pending | None = None
+        #: The number on whose word the local state became what it is, before the answer that is pending.
+        self.decided = -1
         self.past = Past()
         self.answer: Answer | None = None
 
@@ -191,7 +194,12 @@ class Silo:
         digest = question_digest(broadcast).hex()
         if question == self.past.asked and digest == self.past.claimed:
             return self._again(broadcast, context)
-        return self._answer(broadcast, question, digest, context)
+        try:
+            return self._answer(broadcast, question, digest, context)
+        except BaseException:
+            if self.pending is not None and moves(self.pending.local):  # rows may have been written on its word
+                self.program.commit(self.local, self.pending, -1)
+            raise
 
     def answered(self, message: bytes) -> bool:
         """Whether the answer to this broadcast, or to its question under another index, is kept."""
@@ -422,7 +430,8 @@ class Silo:
                 "it, with this one among its survivors: the others may be told that it was"
             )
         # What ends a job brings the last q, which a silo's own state follows whether the sum came about or not.
-        local = self.program.commit(self.local, pending, newest if ends else accepted)
+        self.decided = newest if ends else accepted
+        local = self.program.commit(self.local, pending, self.decided)
         if accepted == newest:
             absent, seen = self._sum.absent_from(question), past.seen
             if absent is not None:
@@ -650,6 +659,7 @@ def silo_view(
         start,
         KeyedDraws(secret, b"records", keyed),
         KeyedDraws(secret, b"batches", keyed),
+        KeyedDraws(secret, b"joining/" + silo.encode(), np.array([UNIT_ID])),
         KeyedDraws(secret, b"silo/" + silo.encode(), np.array([UNIT_ID])),
         KeyedDraws(secret, b"hiding/" + silo.encode(), np.array([UNIT_ID])),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,6 +30,11 @@ def take(rows: Params, at: Tensor | None) -> Params:
 def put(rows: Params, at: Tensor | None, new: Params) -> Params:
     """`rows` with `new` at the given positions: records that took no part keep their state."""
     return new if at is None else {name: value.index_copy(0, at, new[name]) for name, value in rows.items()}
+
+
+def stacked(blocks: Sequence[Params]) -> Params:
+    """Rows of one block after the other's."""
+    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def running_average(average: Params, latest: Params, count: int) -> Params:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from programs import (
@@ -18,12 +22,15 @@ from programs import (
     unknown_tau,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import UNABLE
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM as SIX_CITIES
+from secure_fvi.randomness import KeyedDraws
+from secure_fvi.states import Moved, pack_state, unpack_state
 
 
 @pytest.mark.parametrize(
@@ -97,13 +104,100 @@ def test_absent_records_are_frozen() -> None:
     algorithm = sf.SFVI(iterations=5, sampling_rate=0.3)
     server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
     silo = engine.silos["silo-2"]
-    before = silo.local
+    before = silo.local.record["loc"].clone()  # steps write into it
     engine.run(server.round())
     silo.settle(server.state.accepted)
-    moved = (silo.local.record["loc"] != before.record["loc"]).any(-1)[:-1]
+    moved = (silo.local.record["loc"] != before).any(-1)[:-1]
     counted = silo.local.record_moments["loc/step"].flatten()[:-1] > 0
     assert 0 < moved.sum() < len(moved)
     assert torch.equal(moved, counted)
+
+
+def _batched(records: int, rate: float, iterations: int, average_last: float = 0.25) -> Any:
+    """A silo of so many records with a latent each, and its server."""
+
+    def program(y: torch.Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("row", len(y)):
+            own = pyro.sample("own", dist.Normal(mu, 1.0))
+            pyro.sample("y", dist.Normal(own, 1.0), obs=y)
+
+    data = [{"y": torch.linspace(-1, 1, records, dtype=torch.float64)}, {"y": torch.ones(3, dtype=torch.float64)}]
+    algorithm = sf.SFVI(iterations=iterations, sampling_rate=rate, average_last=average_last)
+    server, engine, _ = build_parties(sf.FederatedModel(program, "row"), data, algorithm, sf.Plain(), compile=False)
+    return server, engine, engine.silos["silo-1"]
+
+
+def test_averages_of_records_that_stand_still_are_the_means_of_all_iterates() -> None:
+    """A record's average is brought up to date when it moves, or is read; the control is to add up every iterate."""
+    server, engine, silo = _batched(60, 0.1, 12, average_last=0.75)
+    sums, count = 0.0, 0
+    for round_ in range(12):
+        engine.run(server.round())
+        silo.settle(server.state.accepted)
+        if round_ >= 3:
+            sums, count = sums + silo.local.record["loc"], count + 1
+        expected = sums / count if count else silo.local.record["loc"]
+        torch.testing.assert_close(silo.local.average_at(None)["loc"], expected, rtol=1e-12, atol=1e-14)
+    assert (silo.local.seen == 0).any()  # some were never drawn
+    # What was stored of those that moved last, and not in the last round, is no mean of all.
+    assert not torch.allclose(silo.local.record_average["loc"], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_step_that_does_not_count_leaves_every_row_as_it_was() -> None:
+    """Whatever the server says first: rows are written where they lie, and said to count, and not, in turn."""
+    server, engine, silo = _batched(60, 0.1, 12, average_last=1.0)
+    for _ in range(3):
+        engine.run(server.round())
+    silo.settle(server.state.accepted)
+    before = {name: value.clone() for name, value in silo.local.by_row.items()}
+    engine.run(server.round())
+    pending, local = silo.pending, silo.local
+    assert isinstance(pending.local, Moved)
+    assert all(torch.equal(silo.local.by_row[name], value) for name, value in before.items())
+    after = silo.program.commit(local, pending, pending.sum_index)
+    there = {name: value.clone() for name, value in after.by_row.items()}
+    assert {name for name, value in before.items() if not torch.equal(there[name], value)} >= {"record/loc", "seen"}
+    kept = unpack_state(pack_state(pending.local), local, Path("a file"))
+    for moved in (pending.local, kept):
+        assert moved.into(local, False) is local
+        assert all(torch.equal(local.by_row[name], value) for name, value in before.items())
+        found = moved.into(local, True)
+        assert (found.averaged, found.steps) == (4, 4)
+        assert all(torch.equal(found.by_row[name], value) for name, value in there.items())
+
+
+@pytest.mark.parametrize("rate", [0.01, 1.0])
+def test_a_batch_makes_nothing_of_the_size_of_the_silo(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5,000 records no operation gives 1,000 numbers, nor is as much drawn; the control is a round of all."""
+    server, engine, silo = _batched(5_000, rate, 8, average_last=1.0)
+    for _ in range(3):
+        engine.run(server.round())
+    largest = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            schema = func._schema
+            new = not schema.is_mutable and not any(r.alias_info for r in schema.returns)
+            for value in found if isinstance(found, tuple | list) else [found]:
+                if new and isinstance(value, torch.Tensor):
+                    largest[0] = max(largest[0], value.numel())
+            return found
+
+    uniforms = KeyedDraws.uniforms
+
+    def drawing(self: KeyedDraws, *args: Any, **kwargs: Any) -> Any:
+        found = uniforms(self, *args, **kwargs)
+        largest[0] = max(largest[0], found.size)
+        return found
+
+    monkeypatch.setattr(KeyedDraws, "uniforms", drawing)
+    with Watch():
+        for _ in range(3):
+            engine.run(server.round())
+            silo.settle(server.state.accepted)
+    assert (largest[0] < 1_000) is (rate < 1)
 
 
 def test_minibatch_gradients_are_unbiased() -> None:

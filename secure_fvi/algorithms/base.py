@@ -53,7 +53,8 @@ class SiloView(NamedTuple):
     size: int  # N
     start: Start  # with the silo's own records, N + 1 rows
     record_draws: KeyedDraws  # keyed by record id, N + 1 rows
-    batch_draws: KeyedDraws
+    batch_draws: KeyedDraws  # of orders in which records are gone through
+    joining_draws: KeyedDraws  # of Poisson samples, by place: one id, of the silo
     silo_draws: KeyedDraws
     hiding_draws: KeyedDraws  # of what stands for numbers that are not told (`hiding`)
     turn: int = 0  # the silo's own count of questions, from 0: what keys its draws, and no number that the server names

@@ -48,6 +48,7 @@ from secure_fvi.families import Conditional
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
+from secure_fvi.states import Moved
 from secure_fvi.trees import Params
 
 #: What the total of such a block is at most in a sum of silos that can.
@@ -205,7 +206,10 @@ class Program(ABC):
 
     def commit(self, local: Any, pending: Pending, accepted: int) -> Any:
         """A local state that follows the global one step by step."""
-        return pending.local if pending.sum_index == accepted else local
+        after, counts = pending.local, pending.sum_index == accepted
+        if isinstance(after, Moved):
+            return after.into(local, counts)
+        return after if counts else local
 
     def where(self, message: Broadcast) -> Tensor | None:
         """Z_G (n_global,) of which a round asks, or near it, if it does."""
@@ -319,7 +323,7 @@ def _numbers(value: Any) -> FloatArray:
 
 def joined(view: SiloView, key: int, rate: float) -> Rows | None:
     """Rows of a Poisson sample (B,), None for all; from the silo's secret, so that nobody else knows who took part."""
-    return None if rate == 1 else np.flatnonzero(view.batch_draws.uniforms(key, 1)[0, : view.size, 0] < rate)
+    return None if rate == 1 else view.joining_draws.poisson(key, view.size, rate)
 
 
 def at_least_two(rows: Rows, spare: int) -> Rows:

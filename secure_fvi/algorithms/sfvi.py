@@ -73,7 +73,8 @@ from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
 from secure_fvi.privacy.gate import MOST_ROWS
 from secure_fvi.program_contract import misplaced
-from secure_fvi.trees import merge, part, put, running_average, take, to_numpy, unflatten
+from secure_fvi.states import Moved
+from secure_fvi.trees import merge, part, running_average, stacked, take, to_numpy, unflatten
 
 DIRECT, PATH = "direct", "path"
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
@@ -197,6 +198,9 @@ class SFVI:
     silo = server
 
 
+_SEEN = "seen"
+
+
 class SFVIState(NamedTuple):
     """The server's state. All of it follows from broadcasts and totals."""
 
@@ -228,10 +232,48 @@ class SFVILocal(NamedTuple):
     silo_average: Params
     averaged: int  # iterates in the averages
     stage: int  # to which they belong
+    steps: int  # so far
+    #: (N + 1,) in which step a record was last in a batch: its average holds the iterates up to that one, and has stood
+    #: still since, as the record has. Empty where all are in every step.
+    seen: Tensor
+
+    @staticmethod
+    def first_fields() -> int:
+        """Those that older files have."""
+        return 8
 
     @property
     def latents(self) -> Latents:
         return Latents(self.record, self.record_moments, self.silo, self.silo_moments)
+
+    @property
+    def by_row(self) -> Params:
+        return {
+            **merge(record=self.record, moments=self.record_moments, average=self.record_average),
+            _SEEN: self.seen,
+        }
+
+    def with_rows(self, rows: Params) -> SFVILocal:
+        """With these tensors by row; there may be none."""
+        return self._replace(
+            record=part(rows, "record"), record_moments=part(rows, "moments"), record_average=part(rows, "average"),
+            seen=rows.get(_SEEN, self.seen[:0]),
+        )  # fmt: skip
+
+    def average_at(self, at: Tensor | None) -> Params:
+        """Averages at these rows, None for all, as of now."""
+        record, average = take(self.record, at), take(self.record_average, at)
+        if self.averaged == 0:
+            return record
+        if not len(self.seen):
+            return average
+        first = self.steps - self.averaged + 1
+        seen = self.seen if at is None else self.seen[at]
+        share = (seen - first + 1).clamp(min=0).to(torch.float64) / self.averaged
+        return {
+            name: value + share.to(value).reshape(-1, *[1] * (value.dim() - 1)) * (average[name] - value)
+            for name, value in record.items()
+        }
 
 
 class Sent(NamedTuple):
@@ -522,17 +564,25 @@ class SFVIProgram(StructuredProgram):
         z_record, z_silo = view.start.z_record, view.start.z_silo
         if self.terms:  # a start that the silo's data had a part in would be a release without noise
             z_record, z_silo = self.problem.start.z_record[:1].expand_as(z_record), self.problem.start.z_silo
-        own = self.first_latents(z_record, z_silo)
-        return SFVILocal(*own, own.record, own.silo, 0, 0)
+        return self.begun(self.first_latents(z_record, z_silo), 0, 0)
+
+    def begun(self, own: Latents, averaged: int, stage: int) -> SFVILocal:
+        """The state of a silo whose latents are these."""
+        average, rows = own.record, 0
+        if self.by_row and own.record:  # rows are written where they lie
+            average = {name: value.clone() for name, value in own.record.items()}
+            rows = len(next(iter(average.values())))
+        seen = torch.zeros(rows, dtype=torch.int64, device=self.problem.device)
+        return SFVILocal(*own, average, own.silo, averaged, stage, 0, seen)
 
     def local_fit(self, local: SFVILocal) -> LocalFit:
-        return self.fit_of(local.record_average, local.silo_average)
+        return self.fit_of(local.average_at(None), local.silo_average)
 
     def answer(self, message: Broadcast, local: SFVILocal, view: SiloView) -> Answer | RecordAnswer:
         if message.phase not in (FINISH, REFINE):
             return (self._one_by_one if self.by_record else self._together)(message, local, view)
         sent = self.received(message, message.tensors)
-        own = local.record_average, local.silo_average
+        own = local.average_at(None), local.silo_average
         if message.phase == REFINE:
             return Answer({**self.refining_answer(message, sent, *own, view), RECORDS: view.size}, local)
         found = self.final_answer(sent, *own, view, _FINAL)
@@ -551,12 +601,18 @@ class SFVIProgram(StructuredProgram):
         path = {PATH: g.path} if self.couples else {}
         return {DIRECT: g.direct, **path, **merge(theta=g.theta), OBJECTIVE: g.value}
 
-    def _after(self, message: Broadcast, local: SFVILocal, own: Latents) -> SFVILocal:
-        """The next state, where the round's step went to `own`."""
+    def _after(self, message: Broadcast, local: SFVILocal, own: Latents, at: Tensor | None = None) -> SFVILocal | Moved:
+        """The next state, where the round's step went to `own`, whose records are those at these rows; None: all."""
         stage, averages = int(message.scalars["stage"]), message.scalars["averaging"] > 0
         averaged = (local.averaged + 1 if stage == local.stage else 1) if averages else 0
-        record = running_average(local.record_average, own.record, averaged)
-        return SFVILocal(*own, record, running_average(local.silo_average, own.silo, averaged), averaged, stage)
+        average = take(local.record_average, None) if at is None else local.average_at(at)
+        record, steps = running_average(average, own.record, averaged), local.steps + 1
+        silo = running_average(local.silo_average, own.silo, averaged)
+        after = SFVILocal(*own, record, silo, averaged, stage, steps, local.seen)
+        if at is None or not local.record:
+            return after
+        before = take(local.by_row, at)
+        return Moved(at, before, {**after.by_row, _SEEN: torch.full_like(at, steps)}, after.with_rows({}))
 
     # ---- the silo's sum at once ----
 
@@ -566,7 +622,7 @@ class SFVIProgram(StructuredProgram):
         batch = self.batch(view.turn, view, rows, self._eps_silo(view), self.config.sampling_rate)
         at, scale = self.at(rows), self.scalar(message.scalars["scale"])
         blocks, own = self._step(self.sent(message), local.latents.taken(at), batch, scale)
-        return Answer({**blocks, RECORDS: view.size}, self._after(message, local, local.latents.put(at, own)))
+        return Answer({**blocks, RECORDS: view.size}, self._after(message, local, own, at))
 
     def _step_function(self, sent: Sent, own: Latents, batch: Batch, scale: Tensor) -> tuple[Blocks, Latents]:
         g = self._gradient(*sent, own.record, own.silo, *batch)
@@ -576,13 +632,14 @@ class SFVIProgram(StructuredProgram):
 
     def _one_by_one(self, message: Broadcast, local: SFVILocal, view: SiloView) -> RecordAnswer:
         rate, sent, scale = self.config.sampling_rate, self.sent(message), self.scalar(message.scalars["scale"])
-        eps_silo, record, record_moments, dropped = self._eps_silo(view), local.record, local.record_moments, 0
+        eps_silo, dropped = self._eps_silo(view), 0
+        moved: list[tuple[Rows, Params, Params]] = []  # rows, and where they and their optimiser's state go
 
         run: Callable[..., tuple[Any, ...]] | None = None
 
         def stepped(rows: Rows) -> tuple[Any, ...]:
             nonlocal run
-            own = local.latents._replace(record=record, record_moments=record_moments, silo_moments={})
+            own = local.latents._replace(silo_moments={})
             args = sent, own.taken(self.at(rows)), self.batch(view.turn, view, rows, eps_silo), scale
             with threads(1):  # several would cut a block into parts at places of their own
                 if run is None:  # once a round: how many blocks there are, and calls in search of who fails, is of data
@@ -591,25 +648,31 @@ class SFVIProgram(StructuredProgram):
                 return run(*args)
 
         def chunks() -> Iterator[tuple[Tensor, Tensor]]:
-            nonlocal record, record_moments, dropped
+            nonlocal dropped
             for rows in self._chunks(view.turn, view):
                 found, rows, failed = evaluated(rows, stepped, view.size)
                 dropped += failed
                 if found is not None:
                     gradients, values, new, moments = found
-                    at = self.at(rows)
-                    record, record_moments = put(record, at, new), put(record_moments, at, moments)
+                    moved.append((rows, new, moments))
                     yield gradients, values
 
         own = self._own(sent, local.silo, eps_silo) if self.n_silo else None
 
-        def after(hidden: Tensor) -> SFVILocal:
+        def after(hidden: Tensor) -> SFVILocal | Moved:
             silo, silo_moments = local.silo, local.silo_moments
             if own is not None:
                 found = unflatten(self.move(hidden / rate), silo)
                 total = {name: own.silo[name] + found[name] for name in silo}
                 silo, silo_moments = self.local_optimizer.step(silo, total, silo_moments, scale, local_units(silo))
-            return self._after(message, local, Latents(record, record_moments, silo, silo_moments))
+            rows = np.concatenate([np.empty(0, np.int64), *(block for block, _, _ in moved)])
+            there = np.flatnonzero(rows < view.size)  # the spare one stays where it began
+            at, chosen = self.at(rows[there]), self.at(there)
+            record, moments = local.latents.taken(at)[:2]
+            if moved:
+                record = take(stacked([new for _, new, _ in moved]), chosen)
+                moments = take(stacked([new for _, _, new in moved]), chosen)
+            return self._after(message, local, Latents(record, moments, silo, silo_moments), at)
 
         free = None if own is None else {name: rate * value for name, value in self._named(own).items()}
         return RecordAnswer(chunks(), free, {RECORDS: view.size}, after, lambda: dropped)

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from secure_fvi.algorithms.base import ROUND_PHASE, Broadcast, LocalFit, Posterior, SiloView, Step, Verdict
+from secure_fvi.algorithms.base import ROUND_PHASE, Broadcast, LocalFit, Pending, Posterior, SiloView, Step, Verdict
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.sfvi import OWN_DRAWS, SFVI, SFVILocal, SFVIProgram, SFVIState, WarmStart
 from secure_fvi.algorithms.sfvi_avg import MERGE, SFVIAvg, SFVIAvgLocal, SFVIAvgProgram, SFVIAvgState
-from secure_fvi.algorithms.structured import FINISH
+from secure_fvi.algorithms.structured import FINISH, Latents
 from secure_fvi.errors import ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.privacy.terms import Terms, agree
+from secure_fvi.states import Moved
 
 
 def averaging(of: SFVI) -> SFVIAvg:
@@ -146,17 +147,31 @@ class SFVIWarmProgram(Program):
         if message.phase not in self._own.parts:
             found = self._warm.answer(message, local.warm, view)
             return found._replace(local=local._replace(warm=found.local))
-        local = local if local.begun else self._handed_over(message, local)
+        begun = local.begun
+        local = local if begun else self._handed_over(message, local)
         # The draws of SFVI-Avg are numbered by its local steps; these lie above all of them.
         answer = self._own.answer(message, local.own, view._replace(turn=OWN_DRAWS + view.turn))
         assert isinstance(answer, Answer)  # no record privacy
-        return answer._replace(local=local._replace(own=answer.local))
+        own = answer.local
+        if isinstance(own, Moved) and not begun:  # it is over a state that is new as well
+            own = own.into(local.own, True)
+        return answer._replace(local=local._replace(own=own))
+
+    def commit(self, local: WarmLocal, pending: Pending, accepted: int) -> WarmLocal:
+        after: WarmLocal = pending.local
+        if not isinstance(after.own, Moved):
+            return super().commit(local, pending, accepted)
+        counts = pending.sum_index == accepted
+        own = after.own.into(local.own, counts)
+        return after._replace(own=own) if counts else local
 
     def _handed_over(self, message: Broadcast, local: WarmLocal) -> WarmLocal:
         """SFVI's local state from SFVI-Avg's, around the mean of the q(Z_G) that SFVI starts from."""
         loc = self.move(message.tensors["z_global"]) - self.move(message.tensors["shift"])
         warm = self._warm.anchored(local.warm, loc)
-        own = SFVILocal(*warm.latents, warm.record, warm.silo, local.own.averaged, local.own.stage)
+        record, moments, silo, silo_moments = warm.latents
+        copies = [{name: value.clone() for name, value in rows.items()} for rows in (record, moments)]
+        own = self._own.begun(Latents(copies[0], copies[1], silo, silo_moments), local.own.averaged, local.own.stage)
         emptied: Params = {}
         warm = warm._replace(
             record=emptied, record_moments=emptied, silo=emptied, silo_moments=emptied, moments=emptied

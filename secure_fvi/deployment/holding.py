@@ -22,11 +22,15 @@ from secure_fvi.algorithms.base import Pending
 from secure_fvi.errors import InputError
 from secure_fvi.messages import ROUND
 from secure_fvi.silo import Answer, Past, Silo
-from secure_fvi.states import pack_state, unpack_state
+from secure_fvi.states import moves, pack_state, unpack_state
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STATE, _ANSWER, _CLAIM, _BOOT = "party/state", "party/answer", "party/claim", "party/boot"
+_JOURNAL = "party/journal/"
 _VERSION = 11  # of what lies there
+#: How many times the bytes of a whole state the records after it may take, and how many they may in any case.
+_TIMES, _SHORT = 2, 2**20
+_SOURCE = Path("the silo's state")
 
 
 def boot_id() -> bytes:
@@ -110,12 +114,20 @@ class DurableSilo:
 
     A broadcast that comes again gets the same bytes again. Messages of the secure sum need no such care: its silo half
     answers them from its own store.
+
+    Of a state of which few rows move at a time (`Moved`) not all is written for every message, but a record of a
+    journal: what moved, and on which word of the server's what had moved before was kept. The state is its last whole
+    copy with the records since; once these take twice the bytes of the copy, a new one takes their place.
     """
 
     def __init__(self, silo: Silo, store: HeldStore) -> None:
         """Takes up what `store` holds of the silo. Raises InputError for another version's."""
         self.silo, self._store = silo, store
         self._packed: tuple[Any, bytes] = (None, b"")  # the state packed last: what was pending is settled next
+        self._written: Pending | None = None  # what was pending when the last record, or whole state, was written
+        self._unsure = False  # whether a write failed, so that nobody knows what of it is on the disk
+        self._number, self._first = 0, 1  # of the last record, and of the first that the whole state does not hold
+        self._bytes, self._whole = 0, 0  # of the records since the whole state, and of that one
         kept, answer, claim = store.get(_STATE), store.get(_ANSWER), store.get(_CLAIM)
         if kept is not None:
             self._restore(kept, answer)
@@ -132,11 +144,17 @@ class DurableSilo:
         """`Silo.handle`. Raises ProtocolError as well where this silo and the server disagree on the past."""
         if message[:1] != ROUND:
             return self.silo.handle(message)
-        before = self.silo.answer
-        with self._store.together():
-            reply = self.silo.handle(message)
-            if self.silo.answer is not before:
-                self._store.put({_STATE: self._state(), _ANSWER: self._answer()})
+        before, first = self.silo.answer, self._first
+        try:
+            with self._store.together():
+                reply = self.silo.handle(message)
+                if self.silo.answer is not before or self._unsure:
+                    self._store.put({**self._next(), _ANSWER: self._answer()})
+        except BaseException:
+            self._unsure |= self.silo.answer is not before
+            raise
+        self._written, self._unsure = self.silo.pending, False
+        self._forget(range(first, self._first))
         return reply
 
     @property
@@ -160,7 +178,7 @@ class DurableSilo:
             self.silo.answer = answer._replace(broadcast=b"", reply=b"")
         store.put(
             {
-                _STATE: self._state(),
+                _STATE: self._state(self._number),
                 _CLAIM: msgpack.packb([past.turn, past.claimed, past.failed]),
                 _ANSWER: self._answer(),
             }
@@ -169,32 +187,94 @@ class DurableSilo:
     def _claim(self, past: Past) -> None:
         self._store.put_now({_CLAIM: msgpack.packb([past.turn, past.claimed, past.failed])})
 
+    # ---- read ----
+
     def _restore(self, kept: bytes, answer: bytes | None) -> None:
-        silo, source = self.silo, Path("the silo's state")
+        silo = self.silo
         fields = wire.own(kept, "the silo's state")
-        if len(fields) != 5 or fields[0] != _VERSION:
+        if len(fields) != 6 or fields[0] != _VERSION:
             raise InputError("the silo's state of this job was written by another version; finish the job with it")
-        _, past, local, index, waiting = fields
+        _, self._number, past, local, index, waiting = fields
         template = silo.local
-        silo.past = unpack_state(past, Past(), source)
-        silo.local = unpack_state(local, template, source)
-        silo.pending = None if index < 0 else Pending(index, unpack_state(waiting, template, source))
+        silo.past = unpack_state(past, Past(), _SOURCE)
+        silo.local = unpack_state(local, template, _SOURCE)
+        silo.pending = None if index < 0 else Pending(index, unpack_state(waiting, template, _SOURCE))
+        self._first, self._whole = self._number + 1, len(kept)
+        self._forget(self._stale())
+        self._go_through()
+        self._written = silo.pending
         if answer:
-            broadcast, values, reply = wire.own(answer, "the silo's answer")
+            *number, broadcast, values, reply = wire.own(answer, "the silo's answer")
+            if number and number[0] != self._number:
+                raise InputError(f"the silo's answer is of record {number[0]} of its journal, whose last is "
+                                 f"{self._number}: some of its state was restored from a copy")  # fmt: skip
             silo.answer = Answer(broadcast, np.frombuffer(values, np.float64), reply)
 
-    def _state(self) -> bytes:
+    def _stale(self) -> list[int]:
+        """Records that the whole state holds, of a process that was killed before it had taken them away."""
+        number, found = self._number, list[int]()
+        while self._store.get(f"{_JOURNAL}{number}") is not None:
+            found.append(number)
+            number -= 1
+        return found
+
+    def _go_through(self) -> None:
+        """The records since the whole state."""
+        silo = self.silo
+        while (record := self._store.get(f"{_JOURNAL}{self._number + 1}")) is not None:
+            past, decided, index, waiting = wire.own(record, "the silo's journal")
+            before = silo.pending
+            if before is None:
+                raise InputError("the silo's journal does not follow its state: one of them was restored from a copy")
+            if decided >= 0:
+                silo.local = silo.program.commit(silo.local, before, decided)
+            silo.past = unpack_state(past, Past(), _SOURCE)
+            same = before.local if not waiting else unpack_state(waiting, silo.local, _SOURCE)
+            silo.pending = Pending(index, same)
+            self._number += 1
+            self._bytes += len(record)
+
+    # ---- written ----
+
+    def _next(self) -> dict[str, bytes]:
+        """What the answer that was just made adds to what is kept: a record, or the whole state anew."""
+        self._number += 1
+        record = self._record()
+        if record is not None and self._bytes + len(record) <= max(_TIMES * self._whole, _SHORT):
+            self._bytes += len(record)
+            return {f"{_JOURNAL}{self._number}": record}
+        state = self._state(self._number)
+        self._first, self._bytes, self._whole = self._number + 1, 0, len(state)
+        return {_STATE: state}
+
+    def _record(self) -> bytes | None:
+        """None where the state did not come about by rows that moved."""
+        before, now, decided = self._written, self.silo.pending, self.silo.decided
+        if self._unsure or before is None or now is None or not moves(before.local) or not moves(now.local):
+            return None
+        same = now.local is before.local
+        waiting = b"" if same else pack_state(now.local)
+        packed: bytes = msgpack.packb([pack_state(self.silo.past), -1 if same else decided, now.sum_index, waiting])
+        return packed
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        """Records that a whole state holds."""
+        if slots := [f"{_JOURNAL}{number}" for number in numbers]:
+            self._store.drop(slots)
+
+    def _state(self, number: int) -> bytes:
         pending = self.silo.pending
         local = self._pack(self.silo.local)
         index, waiting = (-1, b"") if pending is None else (pending.sum_index, self._pack(pending.local))
-        packed: bytes = msgpack.packb([_VERSION, pack_state(self.silo.past), local, index, waiting])
+        packed: bytes = msgpack.packb([_VERSION, number, pack_state(self.silo.past), local, index, waiting])
         return packed
 
     def _answer(self) -> bytes:
         answer = self.silo.answer
         if answer is None:
             return b""
-        packed: bytes = msgpack.packb([answer.broadcast, answer.values.astype(np.float64).tobytes(), answer.reply])
+        values = answer.values.astype(np.float64).tobytes()
+        packed: bytes = msgpack.packb([self._number, answer.broadcast, values, answer.reply])
         return packed
 
     def _pack(self, state: Any) -> bytes:

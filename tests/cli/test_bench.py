@@ -87,3 +87,16 @@ def test_bench_posteriors_counts_what_is_silently_wrong() -> None:
     first, second, *_ = posteriors.lines(found)
     assert first == "2 of 4 converged, 1 of these within 0.1 sds and 10%; 1 silently wrong (over .2 sds or 15%)"
     assert second == "medians: 20 exchanges, 3.0 s"
+
+
+def test_bench_records_and_one_process_say_what_a_round_costs(cli: CommandLine) -> None:
+    answer = cli(
+        "bench", "records", "--json", "--records", "1000", "--batch", "20", "--latents", "--stored", "--rounds", "2"
+    )
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert found["of"] == {"records": 1000, "in_a_batch": 20, "rounds": 2, "latents": "with"}
+    assert 0 < found["kb_written_a_round"] < 1_000
+    answer = cli("bench", "one-process", "--silos", "4", "--rounds", "1")
+    assert answer.code == 0, answer.err
+    assert "s of the processor a round" in answer.out

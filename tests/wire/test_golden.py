@@ -11,7 +11,8 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.aggregation.onetime import Asked, whole_key
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.aggregation.session import Session, advert_statement
-from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.aggregation.store import MemoryStore
+from secure_fvi.algorithms.base import Broadcast, Pending
 from secure_fvi.deployment import countersigning, holding, job, session_messages
 from secure_fvi.engines import letters, stream_messages
 from secure_fvi.federated_model import Schema
@@ -32,7 +34,7 @@ from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import make_row
 from secure_fvi.privacy.ledger import Budget
 from secure_fvi.privacy.ledger_terms import LEDGER
-from secure_fvi.silo import Past, shared_past
+from secure_fvi.silo import Answer, Past, shared_past
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CODECS = {
@@ -123,8 +125,28 @@ def _stored() -> dict[str, bytes]:
         "broadcast/schema": session_messages.pack_schema(schema),
         "state/any": states.pack_state(state),
         "state/past": states.pack_state(Past()),
+        **{f"state/{name}": packed for name, packed in _of_a_silo().items()},
         "row/budget": row.hash + row.body,
     }
+
+
+class _Rows(NamedTuple):
+    rows: dict[str, torch.Tensor]
+
+    def with_rows(self, rows: dict[str, torch.Tensor]) -> _Rows:
+        return _Rows(rows)
+
+
+def _of_a_silo() -> dict[str, bytes]:
+    """What a silo keeps: a whole state, an answer, and a record of what moved since the one before."""
+    moved = states.Moved(torch.tensor([1]), {"a": torch.zeros(1, 2)}, {"a": torch.ones(1, 2)}, _Rows({}))
+    silo: Any = SimpleNamespace(past=Past(turn=4), local=_Rows({"a": torch.zeros(2, 2)}), decided=6)
+    silo.pending, silo.answer = Pending(7, moved), Answer(bytes(32), np.arange(2.0), b"masked")
+    held = holding.DurableSilo(silo, holding.HeldStore(MemoryStore(), lambda: None))
+    held._written, held._number = Pending(6, moved._replace()), 3
+    record = held._record()
+    assert record is not None
+    return {"whole": held._state(3), "answer": held._answer(), "record": record}
 
 
 def _found() -> dict[str, str]:

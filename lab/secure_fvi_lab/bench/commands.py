@@ -229,6 +229,31 @@ def silos(silos: int, length: int, leave: float, deadline: float) -> Finding:
     return measure(silos, length, leave, deadline), lines
 
 
+@_measuring("records")
+@click.option("--records", type=click.IntRange(1000), default=1_000_000, show_default=True, help="Of the silo.")
+@click.option("--batch", type=click.IntRange(1), default=256, show_default=True, help="Expected records of a round.")
+@click.option("--latents", is_flag=True, help="Each record has a latent of its own.")
+@click.option("--private", is_flag=True, help="Under record privacy.")
+@click.option("--stored", is_flag=True, help="What a site between institutions keeps is written, sealed and synced.")
+@click.option("--rounds", type=click.IntRange(1), default=100, show_default=True, help="Timed.")
+def records(records: int, batch: int, latents: bool, private: bool, stored: bool, rounds: int) -> Finding:
+    """A round of SFVI at one silo of many records, in batches: processor's time, memory, bytes written."""
+    from secure_fvi_lab.bench.scale import lines, measure_records
+
+    return measure_records(records, batch, latents, private, stored, rounds), lines
+
+
+@_measuring("one-process")
+@click.option("--silos", type=click.IntRange(3), default=200, show_default=True, help="Under masked sums.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Timed.")
+@click.option("--missing", type=click.IntRange(0), default=0, show_default=True, help="Silos that a sum may lack.")
+def one_process(silos: int, rounds: int, missing: int) -> Finding:
+    """A masked round of SFVI over many small silos in one process: processor's time and memory."""
+    from secure_fvi_lab.bench.scale import lines, measure_silos
+
+    return measure_silos(silos, rounds, missing), lines
+
+
 @_measuring("posteriors")
 @click.option("--entry", "names", multiple=True, help="Of the gallery; all by default.")
 @click.option("--peers", is_flag=True, help="NumPyro's guides and NUTS beside, where it has the program.")
