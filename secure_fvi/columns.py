@@ -443,12 +443,7 @@ def column_result(done: Run[Any], config: Vertical | Soul, aggregation: SecureSu
             "records": problem.records,
             "execution": problem.mode,
         },
-        aggregation={
-            "kind": aggregation.kind,
-            "exchanges": engine.exchanges,
-            "bytes_up_per_silo": max(engine.bytes_up.values()),
-            "bytes_down_per_silo": max(engine.bytes_down.values()),
-        },
+        aggregation={"kind": aggregation.kind, **engine.traffic},
         privacy=_claim(server, done.guards.holder is not None),
         problem=problem,
         config=config,

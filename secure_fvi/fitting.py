@@ -397,12 +397,7 @@ def result_of(
             "records": server.state.records,
             "execution": problem.mode,
         },
-        aggregation={
-            "kind": aggregation.kind,
-            "exchanges": engine.exchanges,
-            "bytes_up_per_silo": max(engine.bytes_up.values()),
-            "bytes_down_per_silo": max(engine.bytes_down.values()),
-        },
+        aggregation={"kind": aggregation.kind, **engine.traffic},
         privacy=claim,
         problem=problem,
         variational=posterior,

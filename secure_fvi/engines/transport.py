@@ -30,6 +30,12 @@ class Transport(ABC):
     #: Told of every exchange once it is over: what was sent and what came back.
     watch: Callable[[Mapping[str, bytes], Mapping[str, bytes]], None] | None = None
 
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Exchanges, and the bytes of the silo that sent and got the most."""
+        up, down = max(self.bytes_up.values()), max(self.bytes_down.values())
+        return {"exchanges": self.exchanges, "bytes_up_per_silo": up, "bytes_down_per_silo": down}
+
     def exchange(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
         """One message to each named silo, one reply from each that answered in time."""
         self.exchanges += 1

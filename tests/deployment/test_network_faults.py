@@ -15,8 +15,23 @@ from deployment_world import World
 from test_stream import Dialer, echo, serving
 
 from secure_fvi.engines.stream_server import StreamServer
-from secure_fvi_lab.bench.network import Network, Relay, corrupted, duplicated, reordered
+from secure_fvi_lab.bench.network import Network, Relay
 from secure_fvi_lab.bench.world import HUB, Parties, posterior
+
+
+def corrupted(data: bytes) -> bytes:
+    """One bit is another."""
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def duplicated(data: bytes) -> bytes:
+    """It comes twice."""
+    return data + data
+
+
+def reordered(data: bytes) -> bytes:
+    """Its halves change places."""
+    return data[len(data) // 2 :] + data[: len(data) // 2]
 
 
 @contextmanager

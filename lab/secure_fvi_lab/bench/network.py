@@ -125,21 +125,6 @@ class Network:
 Spoil = Callable[[bytes], bytes]
 
 
-def corrupted(data: bytes) -> bytes:
-    """One bit is another."""
-    return data[:-1] + bytes([data[-1] ^ 1])
-
-
-def duplicated(data: bytes) -> bytes:
-    """It comes twice."""
-    return data + data
-
-
-def reordered(data: bytes) -> bytes:
-    """Its halves change places."""
-    return data[len(data) // 2 :] + data[: len(data) // 2]
-
-
 class Relay:
     """Listens on loopback and passes on to `target`, a port of loopback. Runs in a thread of its own."""
 

@@ -340,9 +340,7 @@ def warm_row(warm_rounds: int, seed: int, reference: Reference, to_the_end: bool
         if not here and len(window) == WINDOW and error < NEAR:
             here = {
                 "rounds": _sfvi(server).round,
-                "exchanges": engine.exchanges,
-                "bytes_up_per_silo": max(engine.bytes_up.values()),
-                "bytes_down_per_silo": max(engine.bytes_down.values()),
+                **engine.traffic,
                 "seconds": round(run.seconds, 1),
             }
             if not to_the_end:

@@ -323,19 +323,14 @@ class Integrated:
     """
 
     nodes: int = 32
+    integrated = True
 
     def __post_init__(self) -> None:
         if type(self.nodes) is not int or self.nodes < 2:
             raise InputError(f"nodes of a quadrature must be a whole number of at least 2, not {self.nodes!r}")
 
-    def build(self, columns: int, features: int, rho: float) -> IntegratedAuxiliary:
-        return IntegratedAuxiliary()
-
-
-class IntegratedAuxiliary:
-    """`Integrated`: nothing to fit."""
-
-    integrated = True
+    def build(self, columns: int, features: int, rho: float) -> Integrated:
+        return self  # there is nothing to fit
 
     def init(self, records: int, generator: torch.Generator, dtype: torch.dtype) -> tuple[Params, Params]:
         return {}, {}
