@@ -205,6 +205,8 @@ def _problem(
             )
     if (len(have.sites), len(have.theta)) != (len(layout.sites), len(layout.theta)):
         raise InputError(f"the model is not that of the run in '{directory}': it has other sites")
+    if saved.get("model") is None:
+        _check_program(directory, saved.get("program"), results.program_said(model).get("program"))
     density = LogDensity(model, have, schema)
     return Problem(model, schema, have, density, start, silos, found["seed"], dtype, loc.device, "eager")
 
@@ -216,6 +218,23 @@ def _check_identity(directory: Path, theirs: Mapping[str, str] | None, mine: Map
     names = [_named_model(said) for said in (theirs, mine)]
     also = ", of another dictionary, other priors or other options" if names[0] == names[1] else ""
     raise InputError(f"the run in '{directory}' is of {names[0]}, and the model given is {names[1]}{also}")
+
+
+def _check_program(directory: Path, theirs: Mapping[str, str] | None, mine: Mapping[str, str] | None) -> None:
+    """Raise InputError where the program is another than the run's: of the same sites, its predictions would be others.
+    Warn where that cannot be told: of an earlier file, of what is no plain function, or under another Python."""
+    if theirs is None or mine is None or theirs["python"] != mine["python"]:
+        warnings.warn(
+            f"whether the model is the program of the run in '{directory}' cannot be told here: it has its sites, and "
+            "what it predicts is taken on trust",
+            SecureFVIWarning,
+            stacklevel=4,
+        )
+    elif theirs != mine:
+        raise InputError(
+            f"the model is not that of the run in '{directory}': it has the same sites, and other code or constants; "
+            "give the program as it was fitted"
+        )
 
 
 def _named_model(said: Mapping[str, str] | None) -> str:

@@ -684,17 +684,25 @@ def misplaced(problem: Problem, z_global: Tensor | None = None, rows: Params | N
             looks = _Parameters()
             with contextlib.suppress(Exception), torch.enable_grad(), looks:
                 run = problem.density.run(point.latents(), point.theta, given)
+                formula = problem.model.identity is not None  # whose user wrote no distribution
                 if looks.said:
-                    return f"{looks.said} where the fit went. {REMEDY}"
+                    return f"{looks.said} where the fit went{f': {_OF_FORMULAS}' if formula else f'. {REMEDY}'}"
                 for name in sorted(run.own, key=lambda name: name in run.latents):
-                    if said := _unbounded(name, run, looks.latents):
+                    if said := _unbounded(name, run, looks.latents, formula):
                         return said
             point = point.of(torch.arange(min(len(point.z_record), SOME)))
             given = {name: value[:SOME] for name, value in given.items()}
     return ""
 
 
-def _unbounded(name: str, run: Evaluation, latents: Params) -> str:
+#: What makes a fit of a formula run off.
+_OF_FORMULAS = (
+    "the data are far from what the dictionary or the priors say, or an offset is in a unit in which it is large. See "
+    "that low, high, centre and scale of the columns are what occurs, give priors, or lower learning_rate"
+)
+
+
+def _unbounded(name: str, run: Evaluation, latents: Params, formula: bool) -> str:
     """A site whose term is no number, -inf, or so low that something was to forbid it."""
     term = run.own[name]
     value, by_hand = float(term.detach()), name in run.factors
@@ -702,6 +710,10 @@ def _unbounded(name: str, run: Evaluation, latents: Params) -> str:
         return ""
     sites = _names(term, latents, all_used=True)
     low = "no number" if np.isnan(value) else f"{value:g}"
+    if formula:
+        return (
+            f"the log density of '{name}' is {low} where the fit went{f', by {sites}' if sites else ''}: {_OF_FORMULAS}"
+        )
     return (
         f"the log density of site '{name}' is {low} where the fit went{f', by {sites}' if sites else ''}: a bound that "
         "moves with latents (a pyro.factor of -inf, say), or the logarithm or root of what they make less than 0. No "

@@ -7,6 +7,8 @@ import inspect
 import json
 import math
 import pickle  # noqa: TID251 - written for the user's own processes, never read here
+import sys
+import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from secure_fvi.algorithms.base import Posterior, Problem, Verdict
+from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import (
     Params,
@@ -358,7 +361,7 @@ class Result(RunSummary):
             super().to_json()
             | named
             | {
-                "saved": ({} if identity is None else {"model": identity})
+                "saved": (program_said(problem.model) if identity is None else {"model": identity})
                 | {
                     "format": FORMAT,
                     "family": self.variational.family.name,
@@ -389,6 +392,14 @@ class Result(RunSummary):
 
 #: Of the files of a result. Another number is not read.
 FORMAT = 1
+
+
+def program_said(model: FederatedModel) -> dict[str, Any]:
+    """The program of a model by its code and what that names, with the Python that wrote it so: what a saved result
+    says, and `sf.load` holds the model that it is given against. Nothing of one that is no plain function."""
+    if not isinstance(model.fn, types.FunctionType):
+        return {}
+    return {"program": {"digest": text_of(model.fn), "python": "{}.{}".format(*sys.version_info)}}
 
 
 class _Elsewhere(dict[str, Any]):

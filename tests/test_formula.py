@@ -731,6 +731,11 @@ def test_the_foot_says_of_which_coefficient_a_prior_is() -> None:
     given = model("pressure ~ age", "gaussian", priors={"age": (0.0, 0.1)})
     lines = _by_prior(given.of, user_draws(given, {"b": given.fn.priors.sd * noise[:, :2]}))  # type: ignore[attr-defined]
     assert lines == ["'age' rests much on its prior, normal(0, 0.1), which was given"]
+    rare = model("count ~ 1 + offset(log(age))", "poisson")  # some events in a million
+    for mean, said in ((-8.0, 1), (-4.0, 0)):  # of a prior normal(0, 2.5)
+        lines = _by_prior(rare.of, user_draws(rare, {"b": mean + 0.1 * noise[:, :1]}))
+        assert len(lines) == said
+        assert not said or "'(Intercept)', where other columns are at their centres, rests much" in lines[0]
 
 
 # ---- the three doors ----
@@ -1089,6 +1094,58 @@ def test_a_query_of_the_command_reads_every_sites_table(tmp_path: Path, monkeypa
     assert 'shared = ["ward"] (--shared ward) where these are one, and local = ["ward"] (--local ward)' in said(
         "--query", query
     )
+
+
+def test_a_comparison_speaks_in_the_users_names_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference stands in for NUTS: draws of the run itself, so that no error is there."""
+    from secure_fvi.draws import draw_global
+    from secure_fvi.runs.directory import RunDirectory
+    from secure_fvi.runs.marginals import comparison_rows
+    from secure_fvi.runs.running import execute
+    from secure_fvi_lab import references
+
+    written, paths = files(tmp_path)
+    said = {"formula": "pressure ~ sex * age", "dictionary": str(written)}
+    quick = {"name": "sfvi", "iterations": 3}
+    silos = [{"id": p.stem, "data": str(p)} for p in paths]
+    held = {"model": said, "silo": silos, "algorithm": quick, "run": {"compile": False}}
+    with pytest.warns(sf.SecureFVIWarning, match="without converging|unassessed"):
+        done = execute(parse_config(held, "a test"), RunDirectory(tmp_path / "run"))
+    assert isinstance(done, sf.Result)
+    drawn = {n: v.unsqueeze(0) for n, v in draw_global(done.problem, done.variational, 20_000, 1).items()}
+    monkeypatch.setattr(references, "_fit", lambda *_: references.Draws(drawn, None, 20_000.0, 0.0))
+    rows = comparison_rows(references.compare(tmp_path / "run"))
+    assert [row.label for row in rows] == [row.name for row in done.summary().rows]
+    assert {"(Intercept)", "sex[T.m]", "age", "sigma"} <= {row.label for row in rows}
+    assert max(abs(row.error) for row in rows) < 0.05  # seven of its standard errors, of both sides' 20,000 draws
+    assert next(row.mean for row in rows if row.label == "(Intercept)") > 20  # in the table's unit
+
+
+def test_what_ran_off_is_told_to_who_wrote_a_formula_in_words_of_formulas() -> None:
+    """The control: of a program the words are of its distributions."""
+    from secure_fvi.algorithms.sfvi import SFVI
+    from secure_fvi.building import Machine, build_problem
+    from secure_fvi.program_contract import misplaced
+
+    def own(y: torch.Tensor) -> None:
+        import pyro
+
+        b = pyro.sample("b", pyro.distributions.Normal(torch.zeros(()), 1.0))
+        with pyro.plate("records", len(y)):
+            pyro.factor("y", -1e13 * b.exp() + 0.0 * y)
+
+    of = model("pressure ~ age", "gaussian")
+    laid = of.prepared({"a": table()})["a"]
+    for made, rows, said in (
+        (of, laid, "low, high, centre and scale of the columns"),
+        (sf.FederatedModel(own, "records"), {"y": torch.zeros(3, dtype=torch.float64)}, "pyro.factor"),
+    ):
+        schema, records = read_data(rows, "a", torch.float64)
+        problem = build_problem(made, schema, SFVI(), ("a",), 0, None, Machine("cpu", torch.float64, False, 1))
+        off = problem.start.z_global + (1e9 if made is of else 0.0)
+        found = misplaced(problem, off, records.rows)
+        assert said in found
+        assert ("pyro" in found) == (made is not of)
 
 
 def test_trials_are_never_left_out() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle  # noqa: TID251
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,32 @@ def test_another_model_is_refused(folder: Path) -> None:
         sf.load(folder, other_bound, shared={"groups": 2})
     with pytest.raises(sf.InputError, match="does not take the data's names"):
         sf.load(folder, intercepts, shared={"groups": 2})
+
+
+def _line(x: Tensor, y: Tensor | None = None) -> None:
+    a, b = pyro.sample("a", dist.Normal(0.0, 5.0)), pyro.sample("b", dist.Normal(0.0, 5.0))
+    with pyro.plate("records", len(x)):
+        pyro.sample("y", dist.Normal(a + b * x, 1.0), obs=y)
+
+
+def _steeper(x: Tensor, y: Tensor | None = None) -> None:
+    a, b = pyro.sample("a", dist.Normal(0.0, 5.0)), pyro.sample("b", dist.Normal(0.0, 5.0))
+    with pyro.plate("records", len(x)):
+        pyro.sample("y", dist.Normal(10 * (a + b * x), 1.0), obs=y)
+
+
+def test_another_program_of_the_same_sites_is_refused(tmp_path: Path) -> None:
+    """It would predict other values. The controls: the program itself, and another where no one can know, which is
+    warned of: under another Python, whose code is other, and of a file that says nothing."""
+    _fit(_line, [{"x": silo["x"], "y": silo["y"]} for silo in SILOS]).save(tmp_path)
+    with warnings.catch_warnings(action="error"):
+        assert sf.load(tmp_path, _line).predict({"x": torch.zeros(2)}, n=3)
+        with pytest.raises(sf.InputError, match="it has the same sites, and other code or constants"):
+            sf.load(tmp_path, _steeper)
+    for change in ({"python": "3.0", "digest": "another"}, None):
+        _edit(program=change)(tmp_path)
+        with pytest.warns(sf.SecureFVIWarning, match="cannot be told here"):
+            assert sf.load(tmp_path, _steeper)
 
 
 class _Replaced(pyro.poutine.messenger.Messenger):  # type: ignore[misc]

@@ -353,9 +353,9 @@ def compare(
     """Fit the reference, write compare.json and return its content.
 
     Per site: mean and sd of the reference, run_mean and run_sd, mean_error_in_sd = (run_mean - mean) / sd and
-    sd_ratio = run_sd / sd, all in the site's own shape. Where the model has `pyro.param`s the reference is
-    the posterior given the run's values of them. exact: of a private run too, whose noise the reference goes around; no
-    budget is charged. tables: by silo, of a run whose server had none of them. Raises InputError when the folder holds
+    sd_ratio = run_sd / sd, all in the site's own shape; of a formula by its parameters too, in the table's units. Where
+    the model has `pyro.param`s the reference is the posterior given the run's values of them. exact: of a private run
+    too, whose noise the reference goes around; no budget is charged. tables: by silo, of a run whose server had none of them. Raises InputError when the folder holds
     no finished run, or a private one, and where the number of records says that the tables are other ones.
     """
     run = RunDirectory(directory)
@@ -390,6 +390,9 @@ def compare(
         "sites": {site: _row(found.sites[site].flatten(0, 1), result["posterior"][site]) for site in sites},
         "marginals": marginals({site: found.sites[site].flatten(0, 1) for site in sites}),
     }
+    named = federation.model.readable({site: found.sites[site].flatten(0, 1) for site in sites})
+    if named is not None and "parameters" in result:
+        content["parameters"] = {name: _row(draws, result["parameters"][name]) for name, draws in named.items()}
     write_atomically(directory / "compare.json", json.dumps(content, indent=2).encode(), private=exact)
     return content
 

@@ -84,10 +84,10 @@ def posterior_rows(result: dict[str, Any]) -> list[PosteriorRow]:
 
 
 def comparison_rows(comparison: dict[str, Any]) -> list[ComparisonRow]:
-    """One row for each element of each compared site."""
+    """One row for each parameter of a formula, or each element of each compared site."""
     keys = ("mean", "sd", "run_mean", "run_sd", "mean_error_in_sd", "sd_ratio")
     rows = []
-    for site, values in comparison["sites"].items():
+    for site, values in comparison.get("parameters", comparison["sites"]).items():
         names = labels(site, shape_of(values["mean"]))
         rows += [ComparisonRow(*row) for row in zip(names, *(_flat(values[key]) for key in keys), strict=True)]
     return rows
