@@ -355,8 +355,9 @@ def compare(
     Per site: mean and sd of the reference, run_mean and run_sd, mean_error_in_sd = (run_mean - mean) / sd and
     sd_ratio = run_sd / sd, all in the site's own shape; of a formula by its parameters too, in the table's units. Where
     the model has `pyro.param`s the reference is the posterior given the run's values of them. exact: of a private run
-    too, whose noise the reference goes around; no budget is charged. tables: by silo, of a run whose server had none of them. Raises InputError when the folder holds
-    no finished run, or a private one, and where the number of records says that the tables are other ones.
+    too, whose noise the reference goes around; no budget is charged. tables: by silo, of a run whose server had none of
+    them. Raises InputError when the folder holds no finished run, or a private one, and where the number of records
+    says that the tables are other ones.
     """
     run = RunDirectory(directory)
     result, config = run.read_result(), run.read_config()
