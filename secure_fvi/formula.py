@@ -173,6 +173,7 @@ def marked(formula: str, part: str, why: str) -> InputError:
 #: What has a meaning to Python or to formulaic that a formula has no need of: where they read it differently, what was
 #: checked is not what is evaluated.
 _NO_LETTER = {"{": "write I(...)", "}": "write I(...)"}
+_RENAMED = '; rename the column by a query, SELECT * RENAME ("..." AS age) FROM data, and in the dictionary,'
 _IN_QUOTES = re.compile(r"[\w \-.,:;+*/%&<>=!?°²³µ]*")
 
 
@@ -184,7 +185,7 @@ def _check_letters(text: str) -> None:
             if char == text[quote]:
                 if not _IN_QUOTES.fullmatch(text, quote + 1, at):
                     said = "quotes hold letters, digits, blanks and - . , : ; + * / % & < > = alone"
-                    hint = "; rename the column in the query," if char == "`" else ""
+                    hint = _RENAMED if char == "`" else ""
                     raise _error(text, quote, said + hint)
                 if char == "`" and not text[quote + 1 : at].strip():
                     raise _error(text, quote, "no column stands in these quotes,")

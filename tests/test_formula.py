@@ -240,7 +240,7 @@ WRONG = {
     "y ~ smoke + (1/age | child)": (14, "I(1/age)"),
     "y ~ `1`": (5, "a column named 1"),
     "y ~ ``": (5, "no column stands"),
-    "y ~ `age (years)`": (5, "rename the column in the query"),
+    "y ~ `age (years)`": (5, "rename the column by a query"),
     "y ~ age\u00a0+ sex": (8, "U+00A0 is no character of a formula: it is a blank of another kind"),
     "y ~ I(age^2)": (10, "a power is written **"),
     "y ~ bs(count, df=4)": (5, "'count' needs low and high"),
@@ -529,6 +529,17 @@ def test_groups_that_stand_in_two_silos_must_be_said() -> None:
     with warnings.catch_warnings(action="error"):  # the control, and a site alone, which cannot know
         assert prepared(spans, table(), table(seed=1, **both))
         assert prepared(spans, table())
+
+
+def test_a_group_may_have_any_name_in_quotes() -> None:
+    """The control: the same groups under a plain name."""
+    named = Dictionary({**COLUMNS, "patient-no.": Column("id")})
+    of = glmm("y ~ age + (1 | ward / `patient-no.`)", "bernoulli", dictionary=named, local=("ward",))
+    assert [t.name for t in of.of.terms] == ["ward", "ward:patient-no."]
+    laid = of.prepared({"a": {**table(), "patient-no.": table()["child"]}})["a"]
+    plain = model("y ~ age + (1 | ward / child)", local=("ward",)).prepared({"a": table()})["a"]
+    assert laid.keys() == plain.keys()
+    assert all(torch.equal(laid[n], plain[n]) for n in plain if isinstance(plain[n], torch.Tensor))
 
 
 def test_where_groups_live_is_said() -> None:

@@ -449,6 +449,9 @@ def test_what_the_agreed_dictionary_lacks_is_answered_with_both_remedies(tmp_pat
         with pytest.raises(DataError, match=f"where '{name}' can be so, {said}.*or leave such rows out by a query"):
             read_coded(tmp_path / "t.csv", wide, only=[name])
     assert read_coded(tmp_path / "t.csv", wide, "SELECT * FROM data WHERE CAST(x AS DOUBLE) < 5").read == 1
+    (tmp_path / "t.csv").write_text("Alter (Jahre)\n1\n")  # of a formula, which has no such names
+    renamed = 'SELECT * RENAME ("Alter (Jahre)" AS age) FROM data'
+    assert read_coded(tmp_path / "t.csv", Dictionary({"age": Column("number")}), renamed).read == 1
 
 
 def test_every_ending_that_is_read_is_one_that_a_job_may_name() -> None:
