@@ -14,6 +14,7 @@ from secure_fvi.cli.serving import sandbox_option
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.deciding import Decision
+    from secure_fvi.deployment.home import Home
     from secure_fvi.deployment.policy import SitePolicy
     from secure_fvi.disclosure import Disclosure, Phase
     from secure_fvi.privacy.settings import DP
@@ -264,7 +265,7 @@ def allow(
             write_bytes(made, job_dictionary(job.model).to_toml().encode())
         _put(path, (head + wording.dumps(rules)).encode())
         decision = _judge(home, read_policy(path), config, installed)
-        said = _fits(decision, open_home(home).id) if job.model.formula is not None or job.vertical else ""
+        said = _fits(decision, open_home(home)) if job.model.formula is not None or job.vertical else ""
     except BaseException:
         _put(path, before)
         if made is not None:
@@ -273,13 +274,15 @@ def allow(
     click.echo(f"{said}{config}: this site would take part")
 
 
-def _fits(decision: Decision, site: str) -> str:
+def _fits(decision: Decision, home: Home) -> str:
     """Read the site's table as the job will; how many rows it has, and, without differential privacy, what few of them
     have. Raises DataError, InputError."""
     from secure_fvi.deployment.names import printable
+    from secure_fvi.deployment.site_job import check_left_out
     from secure_fvi.formula import few_records, few_said
     from secure_fvi.runs.records import formula_model, formula_part
 
+    site = home.id
     config = decision.local_config(site)
     if config.alignment is not None:
         from secure_fvi.deployment.columns_job import read_aligned
@@ -297,6 +300,8 @@ def _fits(decision: Decision, site: str) -> str:
     said = f"its table fits the dictionary: {found.read} rows, {left} of them left out\n"
     if config.privacy is not None:
         return said
+    assert decision.data is not None
+    check_left_out(home, decision.data.id, found.read, left)
     shared = [term.of.label for term in model.of.terms if term.place == "global"]
     few = few_said(few_records(model.of.parsed.text, model.of.dictionary, found.columns, shared))
     return f"{said}{printable(few, 4000)}\n" if few else said

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+from pathlib import Path
 from typing import NamedTuple
 
 from secure_fvi.deployment.consortium import ConsortiumRoster
@@ -15,8 +17,10 @@ from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import JobEntry, Trail
+from secure_fvi.dictionary import read_dictionary
 from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError, SessionLost
 from secure_fvi.runs.config import Config
+from secure_fvi.runs.records import formula_columns
 from secure_fvi.silo import UNANSWERABLE
 
 #: The outcome (`Trail.close_job`) after which a job's id is spent; a job with any other may go on.
@@ -50,6 +54,7 @@ class Decision(NamedTuple):
         config, rule = self.offer.config, self.policy.models.get(self.offer.model)
         assert self.data is not None, "a key holder runs no model"
         own = {k: getattr(self.data, k) for k in ("predictor", "dictionary", "query", "tables", "columns", "missing")}
+        own["complete"] = self._complete
         silos = tuple(
             s.model_copy(update={"data": self.data.path or s.data, **own}) if s.id == site else s for s in config.silo
         )
@@ -58,6 +63,28 @@ class Decision(NamedTuple):
             assert rule is not None, "a function of a file is agreed to by its hash"
             model = model.model_copy(update={"function": rule.function})
         return config.model_copy(update={"silo": silos, "model": model})
+
+    @property
+    def _complete(self) -> tuple[str, ...]:
+        """Of a formula without differential privacy, where rows with a gap are left out: the columns of all formulas
+        that the policy lists, or all, where it lists any. Were it this formula's alone, totals of two would differ by
+        the rows that have a gap in one's columns."""
+        config, data = self.offer.config, self.data
+        if config.model.formula is None or config.privacy is not None or data is None or data.dictionary is None:
+            return ()
+        if data.missing != "drop":
+            return ()
+        try:
+            own, found = read_dictionary(Path(data.dictionary)), set[str]()
+        except InputError:  # which whoever reads the table says
+            return ()
+        for text in (text for rule in self.policy.formulas for text in rule.formulas):
+            if text == "any":
+                found.update(own.columns)
+                continue
+            with contextlib.suppress(InputError):  # of other columns: of another data set
+                found.update(formula_columns(text, own))
+        return tuple(sorted(found))
 
 
 def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, met: bool) -> Decision:

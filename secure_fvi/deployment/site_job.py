@@ -7,7 +7,8 @@ state/jobs/JOB/offer       the offer that was accepted
                session     the session that is open: every silo's fresh bytes
                SESSION.sqlite    the party's state and its secrets of that session, sealed
 results/JOB.safetensors    the silo's own posterior, for its eyes alone
-state/cohorts.json         by data set: the digest of the rows that its last job used, and that job
+state/cohorts.json         by data set: the digest of the rows that its last job used, and that job; of the last by a
+                           formula without differential privacy, how many rows there were, and were left out
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ _DRAWS = 1000
 _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _log = logging.getLogger(__name__)
 #: The survivors that were signed for each question, over all sessions.
-_QUESTIONS = "questions.signed"
+_QUESTIONS, _COHORTS = "questions.signed", "cohorts.json"
 #: Sessions of a job that a site opens: each is another order of the ring, which a server sees before anything is sent.
 MOST_SESSIONS = 64
 #: Answers of a silo that a server may leave unused, and one more for every ten that it used; honest ones lose few.
@@ -349,10 +350,13 @@ class SiteJob:
 
         def read(known: Schema | None) -> _Own:
             used: Mapping[str, Any]
+            left = None
             more = [left_out] if by_record else []
             if formula is not None:
                 rows, found = formula_part(config, home.id, formula, *more)
                 ids, own, used = torch.arange(len(rows["y"])), False, found.columns
+                if self._privacy is None:
+                    left = found.read, found.read - len(found.columns[formula.columns[0]])
             else:
                 rows, ids, own = silo_part(config, home.id, local.data_dir, *more)
                 used = {**rows, RECORD_ID: ids} if own else rows
@@ -362,7 +366,7 @@ class SiteJob:
             if not own:
                 with self._told_alone():
                     check_repeats(records.rows, home.id, used)
-            return _Own(schema, records, ids, own, Cohort(home, decision.offer, self.folder, used, decision.data))
+            return _Own(schema, records, ids, own, Cohort(home, decision.offer, self.folder, used, decision.data, left))
 
         if self._privacy is None:
             with _of_data(home.id):
@@ -554,18 +558,20 @@ class Cohort:
     read it in the log learn whether rows changed, and nothing of them.
 
     Raises DataError where they are not those that the job began with here, or that the policy asks for. rows: None for
-    a job that uses none, whose digest says as little, and to which no later job is held.
+    a job that uses none, whose digest says as little, and to which no later job is held. left: of a formula's job
+    without differential privacy, how many rows there are and how many of them were left out.
     """
 
     def __init__(
-        self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Any] | None, rule: DataRule | None
-    ) -> None:
+        self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Any] | None, rule: DataRule | None,
+        left: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         key = hashlib.blake2b(b"secure-fvi/cohort/1", key=home.state_secret(), digest_size=32).digest()
         self._none = rows is None
         self.digest = hashlib.blake2b(key=key, digest_size=32).digest() if rows is None else cohort_digest(rows, key)
         self._job, self._data_set, self._path = offer.job, offer.data_set, folder / "cohort"
-        self._before = home.state_folder / "cohorts.json"
-        self._kept = json.loads(self._before.read_bytes()) if self._before.exists() else {}
+        self._before, self._left = home.state_folder / _COHORTS, left
+        self._kept = _cohorts(home)
         self._begun = self._path.read_bytes() if self._path.exists() else None
         if rows is None:
             return
@@ -597,10 +603,32 @@ class Cohort:
         """Hold the job, and with cohort = "pinned" later ones, to these rows."""
         if self._begun is None:
             if not self._none:
-                self._kept[self._data_set] = {"digest": self.digest.hex(), "job": self._job}
+                left = self._kept.get(self._data_set, {}).get("left")
+                left = left if self._left is None else [*self._left, self._job]
+                self._kept[self._data_set] = {"digest": self.digest.hex(), "job": self._job, "left": left}
             write_atomically(self._before, json.dumps(self._kept).encode())
             write_atomically(self._path, self.digest)
             self._begun = self.digest
+
+
+def _cohorts(home: Home) -> dict[str, Any]:
+    path = home.state_folder / _COHORTS
+    found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+    return found
+
+
+def check_left_out(home: Home, data_set: str, rows: int, left_out: int) -> None:
+    """Raise InputError where a job without differential privacy left out another number of so many rows: by a formula
+    that was agreed to since, say. The sets that two policies leave out are one within the other, so that a number tells
+    them apart where only formulas were added, or taken away."""
+    before = _cohorts(home).get(data_set, {}).get("left")
+    if before is not None and before[0] == rows and before[1] != left_out:
+        raise InputError(
+            f"job '{before[2]}' left out {before[1]} of the {rows} rows of data set '{data_set}', and with the "
+            f"formulas that this policy would list {left_out} are left out, as their columns have gaps. Without "
+            "differential privacy totals of both tell these rows' part alone, one patient's where it is one: fill the "
+            "gaps, or leave the columns out; if that may be told, edit the policy by hand"
+        )
 
 
 @contextlib.contextmanager

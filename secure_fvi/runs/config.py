@@ -103,7 +103,8 @@ class SiloFile(Table):
     """One silo with its data: a table (`runs.options.TABLES`), or arrays (.npz, .safetensors); in a vertical run also
     its own predictor. dictionary: codes the table. query: one SELECT over it, as `data`, and over the files that
     `tables` names. columns: by name of a JSON file there, the keys that the query sees as columns.
-    missing: whether rows with a gap are refused, as they are if nothing is said, or left out."""
+    missing: whether rows with a gap are refused, as they are if nothing is said, or left out; complete: by whose gaps
+    too, whether the formula reads these columns or not."""
 
     id: Name
     data: Name
@@ -113,6 +114,7 @@ class SiloFile(Table):
     tables: dict[Name, Name] = Field(default_factory=dict)
     columns: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
     missing: Literal["refuse", "drop"] | None = None
+    complete: tuple[Name, ...] = ()
 
 
 class Response(Table):

@@ -43,6 +43,7 @@ AGGREGATIONS = {
 }
 #: What makes the model of a `[model]` that is no program and no function of a file.
 MODELS = {"formula": "secure_fvi.mixed_model:glmm"}
+COLUMNS = {"formula": "secure_fvi.formula:columns_of"}
 
 #: What reads and codes a table, by its file's ending.
 TABLES = dict.fromkeys(

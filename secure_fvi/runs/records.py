@@ -30,7 +30,7 @@ from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema, read_data, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
-from secure_fvi.runs.options import MODELS, OBJECTS, OTHERS, TABLES, build, named, resolved
+from secure_fvi.runs.options import COLUMNS, MODELS, OBJECTS, OTHERS, TABLES, build, named, resolved
 from secure_fvi.runs.wording import nearest, unknown_key
 
 if TYPE_CHECKING:
@@ -270,6 +270,12 @@ class FormulaOptions:
     most: dict[str, Annotated[int, Field(ge=1, le=_MOST)]] = field(default_factory=dict)
 
 
+def formula_columns(formula: str, dictionary: Dictionary) -> list[str]:
+    """The table's columns that a formula uses. Raises InputError."""
+    columns_of: Callable[[str, Dictionary], list[str]] = named(COLUMNS, "model", "formula")
+    return columns_of(formula, dictionary)
+
+
 def formula_model(model: Model) -> MixedModel:
     """The mixed model of a formula and a dictionary. Nothing of it is run but listed functions of columns.
 
@@ -328,7 +334,9 @@ def formula_rows(silo: SiloFile, key: str, model: MixedModel, spoilt: list[str] 
     path = Path(silo.data)
     with _named(path, f"silo '{silo.id}' ({key})"):
         dictionary, missing = _of_formula(silo, model)
-        return _read(path, dictionary, silo, model.columns, missing, spoilt)
+        found = _read(path, dictionary, silo, {*model.columns, *silo.complete}, missing, spoilt)
+        used = {name: found.columns[name] for name in found.columns if name in model.columns}
+        return found._replace(columns=used, names={name: found.names[name] for name in found.names if name in used})
 
 
 def _of_formula(silo: SiloFile, model: MixedModel) -> tuple[Dictionary, Missing | None]:
