@@ -54,7 +54,11 @@ CPU_SECONDS = 540
 #: What it may cost to read it, and to run it on made data: bytes of address space, seconds.
 _CHECK_MEMORY, _CHECK_SECONDS = 4 << 30, 90.0
 MOST_THREADS = 1024
-_SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
+#: Libraries alone: no program is started there, and below /usr and /usr/local a site may keep what it likes.
+_SYSTEM = (
+    "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64",
+    "/etc/ld.so.cache", "/etc/ld.so.conf", _CONFIGURED := "/etc/ld.so.conf.d",
+)  # fmt: skip
 MODEL, _SCRATCH = "/fence/model", "/fence/scratch"
 UNFENCED = 'sandbox = "off": the code of the model runs in the process that holds this site\'s keys and data'
 _WITHOUT = "install bubblewrap (the package 'bubblewrap'), or set sandbox = \"off\" to run the model's code unfenced"
@@ -239,7 +243,7 @@ def _command(folder: Path, hidden: Iterable[Path]) -> list[str]:
     """Bubblewrap with Python, the installed packages and the model's files, all of it read-only, and two folders in
     memory, of `_FOLDER` bytes each. Read-only too are `/dev`, with the `/dev/shm` in it, and `/` itself: bubblewrap
     makes them in memory, and without a size."""
-    shown = [p for p in map(Path, (*_SYSTEM, *_places())) if p.exists()]
+    shown = list(dict.fromkeys(p for p in map(Path, (*_SYSTEM, *_places())) if p.exists()))
     command = [*_walls(_tool()), "--hostname", "fence", "--dev", "/dev", "--remount-ro", "/dev"]
     command += ["--size", str(_FOLDER), "--tmpfs", "/tmp"]
     for path in sorted(shown):
@@ -282,8 +286,15 @@ def _packages() -> list[str]:
 
 
 def _places() -> Iterator[str]:
-    """Where Python and the installed packages lie. Of a checkout of this one, only the package itself."""
-    yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent.parent))
+    """Where Python and the installed packages lie, and no more of Python's prefixes: they are /usr or /usr/local in a
+    container, or lie beside a site's data. Of a checkout of this one, only the package itself."""
+    real = Path(sys.executable).resolve()
+    prefixes = sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(real.parents[1])
+    for prefix in dict.fromkeys(prefixes):
+        yield from (str(Path(prefix, name)) for name in ("lib", "lib64", "pyvenv.cfg"))
+    yield from (sys.executable, str(real), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    for listed in Path(_CONFIGURED).glob("*.conf"):  # where the system's loader looks, as of a GPU's libraries
+        yield from (line.strip() for line in listed.read_text().splitlines() if line.strip().startswith("/"))
     yield from _packages()
     yield str(_package())
     yield from (str(p.resolve()) for p in _package().iterdir() if p.is_symlink())

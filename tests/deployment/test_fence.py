@@ -186,7 +186,7 @@ def test_a_sites_folder_below_pythons_own_is_hidden(tmp_path: Path, monkeypatch:
     site.mkdir(parents=True)
     model.mkdir()
     (site / "identity.pem").write_text("PRIVATE")
-    monkeypatch.setattr(fence, "_places", lambda: [str(tmp_path / "python")])
+    monkeypatch.setattr(fence, "_places", lambda: [str(tmp_path / "python"), "/usr/bin"])
 
     def read(*hidden: Path) -> bytes:
         command = [*fence._command(model, hidden), "cat", str(site / "identity.pem")]
@@ -209,7 +209,7 @@ def test_every_file_that_a_policy_names_is_hidden_and_under_each_of_its_names(
     names = ["own.csv", "homes.csv", "d.toml", "key", "other"]
     for name in names:
         (real / name).write_text("SECRET")
-    monkeypatch.setattr(fence, "_places", lambda: [str(real), str(alias)])
+    monkeypatch.setattr(fence, "_places", lambda: [str(real), str(alias), "/usr/bin"])
     monkeypatch.setenv("SECURE_FVI_KEY_FILE", str(real / "key"))
     silo = {"id": "a", "data": str(real / "own.csv"), "dictionary": str(real / "d.toml"), "query": "SELECT 1"}
     silo["tables"] = {"homes": str(real / "homes.csv")}  # type: ignore[assignment]
@@ -220,6 +220,40 @@ def test_every_file_that_a_policy_names_is_hidden_and_under_each_of_its_names(
         return subprocess.run([*fence._command(model, hidden), "cat", path], capture_output=True, check=False).stdout
 
     assert [read(path) for path in paths] == [b"", b"", b"", b"", b"SECRET"] * 2
+
+
+@needs_fence
+@pytest.mark.parametrize("whole", [False, True], ids=["libraries", "control"])
+def test_of_the_system_and_of_python_libraries_alone_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """A table that no policy names, beside Python's libraries, as of a container that works below /usr/src, or of an
+    environment that lies beside the data. The control shows whole prefixes, as was done."""
+    prefix, model = tmp_path / "python", tmp_path / "model"
+    model.mkdir()
+    (prefix / "lib").mkdir(parents=True)
+    for name in ("own.csv", "lib/code.py"):
+        (prefix / name).write_text("SECRET")
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    if whole:
+        shown = [*fence._places(), "/usr", str(prefix)]
+        monkeypatch.setattr(fence, "_places", lambda: shown)
+
+    def found(code: str) -> str:
+        python = [sys.executable, "-I", "-S", "-c", f"import os; print({code})"]
+        command = [*fence._command(model, ()), *python]
+        return subprocess.run(command, capture_output=True, check=False, text=True).stdout.strip()
+
+    assert found(f"open({str(prefix / 'lib' / 'code.py')!r}).read()") == "SECRET"
+    assert found(f"open({str(prefix / 'own.csv')!r}).read()") == ("SECRET" if whole else "")
+    there = {name: set(found(f"*os.listdir({name!r})").split()) for name in ("/usr", "/usr/local")}
+    if whole:
+        assert {"share", "local"} <= there["/usr"]
+    else:
+        assert there["/usr"] <= {"lib", "lib32", "lib64", "local", "bin"}  # bin: where Python itself is there
+        assert there["/usr/local"] <= {"lib", "lib64", "bin"} | {
+            Path(path).parts[3] for path in fence._places() if path.startswith("/usr/local/")
+        }
 
 
 @needs_fence
