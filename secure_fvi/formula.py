@@ -196,6 +196,8 @@ def _check_letters(text: str) -> None:
                 quote = -1
         elif char in "'\"`":
             quote = at
+        elif char == "[" and text[:at].rstrip()[-1:] not in ("(", ",", "="):
+            raise _error(text, at, "'[' is not read: a list stands in C(x, levels=[...]) or bs(x, knots=[...]) alone,")
         elif not (char.isalnum() or char.isspace() or char in "_~+-*/^:|()[],.=<>!%"):
             raise _error(text, at, f"no '{char}' is read{', ' * (char in '{}')}{_NO_LETTER.get(char, '')}")
 
@@ -744,14 +746,6 @@ def _terms(text: str, formula: str) -> Any:
         raise _error(formula[:200], _place(text.lstrip("+ "), formula[:200]), said)
     if not hasattr(found, "__iter__") or type(found).__name__ != "SimpleFormula":
         raise _error(formula, max(formula.find("|"), 0), "'|' stands in brackets, as in (1 | child),")
-    for name in ("%in%", "["):
-        if any(text.startswith(name, at) for at, char in _outside(text) if char == name[0]) or (
-            name == "[" and re.search(r"(?<![\w(,=\s])\s*\[|^\s*\[|[+*:/-]\s*\[", text)
-        ):
-            cure = (
-                "a:b, or a / b" if name == "%in%" else "a list stands in C(x, levels=[...]) or bs(x, knots=[...]) alone"
-            )
-            raise _error(formula, max(formula.find(name), 0), f"'{name}' is not read: {cure},")
     return list(found)
 
 
@@ -760,8 +754,10 @@ def _check_literals(node: Any, formula: str) -> None:
     if not hasattr(node, "args"):
         return
     name = str(node.operator.symbol)
+    if name == "in":  # %in%, which formulaic reads otherwise than R
+        raise _error(formula, max(formula.find("%in%"), 0), "'%in%' is not read: write a:b, or a / b for b within a,")
     for arg in node.args:
-        if name in ("*", "/", ":", "%in%") and not hasattr(arg, "args") and re.fullmatch(NUMBER, str(arg)):
+        if name in ("*", "/", ":") and not hasattr(arg, "args") and re.fullmatch(NUMBER, str(arg)):
             said = f"{arg} stands beside '{name}', which joins terms in a formula, as in R; arithmetic is I(...), as in"
             shown = [str(a) for a in node.args] if not any(hasattr(a, "args") for a in node.args) else ["1", "x"]
             sign = name if name in "*/" else "*"
@@ -781,7 +777,7 @@ def _count(node: Any) -> float:
         power = str(node.args[1])
         small = power.isdigit() and len(power) < 3 and int(power) <= _LARGEST_POWER
         return min(1e12, counts[0] ** int(power)) if small else 1e12
-    joined = math.prod(counts) if name in ("*", "/", ":", "%in%") else 0.0
+    joined = math.prod(counts) if name in ("*", "/", ":") else 0.0
     return min(1e12, joined + sum(counts))
 
 

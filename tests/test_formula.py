@@ -213,7 +213,7 @@ WRONG = {
     "y ~ C(age)": (5, "has no levels"),
     "y ~ mean(age)": (5, "no function 'mean'"),
     "y ~ I(age.mean())": (5, "no attribute"),
-    "y ~ age + I([a for a in [1]])": (None, "more than functions"),
+    "y ~ age + I([a for a in (1, 2)])": (None, "more than functions"),
     "y ~ I(__import__('os'))": (None, "no function '__import__'"),
     "y ~ I(age + contr.__getattribute__(contr, '__base__'))": (None, "no attribute"),
     "y ~ I(age + contr.treatment.__globals__)": (None, "no attribute"),
