@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,11 +35,15 @@ def server_half(
 
 
 def local_parties(
-    aggregation: SecureSum, silo_ids: Sequence[str], store: Callable[[str], Store] | None = None
+    aggregation: SecureSum,
+    silo_ids: Sequence[str],
+    store: Callable[[str], Store] | None = None,
+    check_once: bool = False,
 ) -> tuple[SumServer, dict[str, SumSilo]]:
     """Both halves with fresh keys; the server's reaches the key holder.
 
-    `store` makes the store of each party, by silo id ("" for the server); in memory by default.
+    `store` makes the store of each party, by silo id ("" for the server); in memory by default. check_once: a signature
+    that one party of a masked sum found right, none of them checks again.
     """
     if isinstance(aggregation, Plain):
         ids = check_silo_ids(silo_ids)
@@ -51,6 +56,7 @@ def local_parties(
     make = store or (lambda _: MemoryStore())
     identities = {silo: Identity() for silo in check_silo_ids(silo_ids)}
     roster = aggregation.roster({silo: identity.public_key for silo, identity in identities.items()})
+    roster = replace(roster, checked=set() if check_once else None)
     silos: dict[str, SumSilo] = {
         silo: MaskedSilo(roster, silo, identity, make(silo), unbound=True) for silo, identity in identities.items()
     }

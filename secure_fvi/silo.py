@@ -23,6 +23,7 @@ before anything is drawn. Of the past a broadcast may say one thing: whether thi
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
@@ -187,11 +188,10 @@ class Silo:
         if self.answer is not None and self.answer.broadcast == context:
             return self.answer.reply
         try:
-            broadcast = decode_broadcast(body, self.program.order.longest)
+            broadcast, digest = _read(body, self.program.order.longest)
             question = self.program.order.question(broadcast)
         except ProtocolError as error:
             raise ProtocolError(f"silo '{self.name}': {error}") from None
-        digest = question_digest(broadcast).hex()
         if question == self.past.asked and digest == self.past.claimed:
             return self._again(broadcast, context)
         try:
@@ -588,6 +588,14 @@ class Silo:
             self.on_event("left out", f"sum {self.pending.sum_index if self.pending else 0}: {past.left_out} in all")
         if past.differences > self.past.differences:
             self.on_event("difference", f"round {past.asked.round} lacks silos: {past.differences} such rounds in all")
+
+
+@functools.lru_cache(maxsize=1)
+def _read(body: bytes, longest: int) -> tuple[Broadcast, str]:
+    """A broadcast, and its question's digest in hex. All silos of one process are sent the same, which names them all:
+    the newest is read once. It is public."""
+    broadcast = decode_broadcast(body, longest)
+    return broadcast, question_digest(broadcast).hex()
 
 
 def shared_past(before: str, index: int, answered: str, view: str) -> str:

@@ -101,6 +101,25 @@ def test_a_silos_job_loads_what_it_names() -> None:
     assert done.stdout.splitlines() == ["", "formula"], done.stderr
 
 
+@pytest.mark.parametrize("command", ["run JOB --out out", "server start JOB --home hub --out out", "audit JOB --list"])
+def test_what_is_wrong_with_a_configuration_is_said_before_pytorch_is_loaded(command: str, tmp_path: Path) -> None:
+    """In a process without PyTorch. The control is a file with nothing wrong, of which that one is missed."""
+    code = "import sys; sys.modules['torch'] = None; from secure_fvi.cli import main; main()"
+    good = (ROOT / "examples" / "six_cities.toml").read_text()
+    found = []
+    for text in ("[model", 'seed = 1\nsede = 2\n[model]\nprogram = "six-cities"\n', good):
+        (tmp_path / "job.toml").write_text(text)
+        words = [str(tmp_path / "job.toml") if word == "JOB" else word for word in command.split()]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        found.append(done.stderr)
+    assert "not a TOML file" in found[0]
+    assert "sede" in found[1]
+    assert "torch" in found[2]
+
+
 def test_a_fit_loads_nothing_that_few_fits_use() -> None:
     """Opacus, PyTorch's compiler, sympy, galois and numba cost as much time as all else together. The control: making
     the field of shares loads the last two."""

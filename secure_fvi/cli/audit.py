@@ -58,6 +58,11 @@ def audit(
     with --all under plain, masked, homomorphic and private sums. --list tells the attacks.
     """
     began = time.monotonic()
+    from secure_fvi.runs.config import read
+
+    if not ordered["source"].is_dir():  # before PyTorch is loaded: what is wrong with the file is said at once
+        read(ordered["source"], ordered["overrides"])
+
     from secure_fvi import __version__
     from secure_fvi.audits.matrix import Order, attacked, check, is_simulated, protections
     from secure_fvi.audits.report import table, write

@@ -104,8 +104,7 @@ def check(
     missing: Literal["refuse", "drop"],
     rows: int,
     formula: str | None,
-    family: str | None,
-    shared: tuple[str, ...],
+    **of: Any,
 ) -> None:
     """Say which rows of TABLE do not fit the dictionary, by column, without printing what they hold. Exits 2 where a
     job would be refused: one that reads every column of the dictionary, or the fit of --formula."""
@@ -115,9 +114,9 @@ def check(
     from secure_fvi.tables import GAP, check_table, json_columns, opened, read_coded, remedy
 
     dictionary, files = read_dictionary(coding), _files(table, tables)
-    if family is not None and formula is None:
+    if of["family"] is not None and formula is None:
         raise InputError("--family is of a --formula: give that too")
-    model = None if formula is None else _model(formula, family, dictionary, shared)
+    model = None if formula is None else _model(formula, dictionary, **of)
     used = list(dictionary.columns) if model is None else model.columns
     with _about(table):
         keys = json_columns(files, dictionary, {n: c.split(",") for n, _, c in (v.partition("=") for v in columns)})
@@ -144,13 +143,13 @@ def check(
         with _about(table):
             coded = read_coded(files, dictionary, query, missing, used, columns=keys)
             _check_records(coded, model, table.name)
-            if formula is not None and (few := few_said(few_records(formula, dictionary, coded.columns, shared))):
+            if formula is not None and (few := few_said(few_records(formula, dictionary, coded.columns, of["shared"]))):
                 click.echo(few, err=True)
     many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
     click.echo(f"it fits; {many} left out" if gaps else "it fits")
 
 
-def _model(formula: str, family: str | None, dictionary: Dictionary, shared: tuple[str, ...]) -> MixedModel:
+def _model(formula: str, dictionary: Dictionary, family: str | None, shared: tuple[str, ...]) -> MixedModel:
     """The model that a fit of the formula would be of. Raises InputError."""
     from secure_fvi.errors import InputError
     from secure_fvi.formula import FAMILIES, parse, response_of

@@ -33,12 +33,10 @@ def fit(
     files: tuple[Path, ...],
     dictionary: Path,
     queries: tuple[str, ...],
-    shared: tuple[str, ...],
-    local: tuple[str, ...],
-    missing: str | None,
     overrides: tuple[str, ...],
     out: Path | None,
     quiet: bool,
+    **options: Any,
 ) -> None:
     """Fit FORMULA, as in lme4 and brms, to one table a site; all parties run in this process.
 
@@ -49,9 +47,8 @@ def fit(
 
     names = [f.stem for f in files]
     ids = names if len(set(names)) == len(names) else [f"site-{k + 1}" for k in range(len(names))]
-    asked = {"shared": list(shared), "local": list(local), "missing": missing}
-    options = {name: said for name, said in asked.items() if said}
-    model = {"formula": formula, "family": family, "dictionary": str(dictionary), "options": options}
+    said = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
+    model = {"formula": formula, "family": family, "dictionary": str(dictionary), "options": said}
     if len(queries) not in (0, 1, len(files)):
         raise InputError(f"--query: {len(queries)} for {len(files)} tables; give one for all, or one for each --data")
     each = [{"query": query} for query in queries] * (len(files) // max(1, len(queries))) or [{}] * len(files)

@@ -173,8 +173,6 @@ def poc(
     folder: Path,
     files: tuple[Path, ...],
     dictionary: Path | None,
-    query: str | None,
-    missing: str | None,
     overrides: tuple[str, ...],
     port: int,
     only_plan: bool,
@@ -185,8 +183,8 @@ def poc(
     Prints who types which command and which file goes to whom, runs just that, and leaves a folder an institution.
     Where no tables are given, the children of a published study are dealt over them. Everything stays on this machine.
     """
-    began, asked = time.monotonic(), {key: said for key, said in model.items() if said is not None}
-    read = _read(query, missing, overrides)
+    began, read = time.monotonic(), _read(model.pop("query"), model.pop("missing"), overrides)
+    asked = {key: said for key, said in model.items() if said is not None}
     _check_asked(silos, files, dictionary, {**asked, **read})
     sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path("dealt.csv"))
     tables = {site: f"{site}{path.suffix}" for site, path in sites.items()}

@@ -31,6 +31,10 @@ def run(
     Writes result.json, posterior.safetensors, metrics.jsonl and report.html to the folder --out. Exits 4 where the run
     ended without converging; the files are written all the same.
     """
+    from secure_fvi.runs.config import read
+
+    settings = read(config, overrides)  # before PyTorch is loaded: what is wrong with the file is said at once
+
     from secure_fvi.runs.directory import RunDirectory
 
     folder = RunDirectory(out)
@@ -41,10 +45,8 @@ def run(
 
     from secure_fvi.cli.tables import exit_code, print_result
     from secure_fvi.progress import RunProgress
-    from secure_fvi.runs.config import read
     from secure_fvi.runs.running import execute
 
-    settings = read(config, overrides)
     if resume and folder.state == "empty":
         click.echo(f"secure-fvi: '{out}' holds no run to continue: one begins", err=True)
     with RunProgress(quiet) as progress:

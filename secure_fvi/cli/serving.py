@@ -61,11 +61,14 @@ def start(
     Waits until all silos have connected and accepted. Killed and started again with the same --out, it goes on.
     Exits 4 where the job ended without converging; the files are written all the same.
     """
+    from secure_fvi.errors import InputError
+    from secure_fvi.runs.config import read
+
+    job = read(config, overrides)  # before PyTorch is loaded: what is wrong with the file is said at once
+
     from secure_fvi.cli.tables import exit_code, print_result
     from secure_fvi.deployment.serving import remote_federation
-    from secure_fvi.errors import InputError
     from secure_fvi.progress import RunProgress
-    from secure_fvi.runs.config import read
     from secure_fvi.runs.directory import RunDirectory
     from secure_fvi.runs.running import execute_federation
 
@@ -73,7 +76,6 @@ def start(
     start_log(quiet, log_format, site=site.id, role=site.role)
     folder = RunDirectory(out)
     folder.check_writable()
-    job = read(config, overrides)
     if job.engine is not None and job.engine.kind == "flare":
         raise InputError(f"'{config}': [engine] kind = \"flare\": start it with `secure-fvi flare run`")
     federation = remote_federation(job, site, folder, listen, sandbox=sandbox)

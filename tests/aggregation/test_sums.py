@@ -1,12 +1,14 @@
 """Every kind of sum: the total of those who answered, the same for plain and masked."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from sum_network import CONTEXT, carry, contribute, names, random_values, run_sum, table_of
 
 from secure_fvi.aggregation import Block, BlockTable, Masked, Plain
 from secure_fvi.aggregation.parties import local_parties
-from secure_fvi.aggregation.roster import Roster
+from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 KINDS = [
@@ -358,3 +360,40 @@ def test_a_plain_sum_leaves_out_what_does_not_fit_and_names_its_silo(
     with pytest.raises(AggregationError, match="silo 'y' sent what does not fit"):
         carry(server.total(1, ["y"], table, {"y": bad.tobytes()}, b""), lambda m: {})
     assert carry(server.total(1, ["x", "y", "z"], table, sent, b""), lambda m: {}).survivors == ("x", "y", "z")
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["once in a process", "by each"])
+def test_a_signature_is_checked_once_in_one_process(once):
+    """Where parties say that they share what they found: of a recovering sum of seven each signature is checked by one
+    of them; the control is that each does it. What was never found right is refused in both: a signature of another
+    member, of another statement, and one with a bit turned."""
+    ids, checks = names(7), [0]
+
+    class Counted:
+        def __init__(self, key):
+            self.key = key
+
+        def verify(self, *args):
+            checks[0] += 1
+            self.key.verify(*args)
+
+    server, silos = local_parties(Masked(max_missing=2), ids, check_once=once)
+    roster = server._roster
+    roster.__dict__["_keys"] = tuple(map(Counted, roster._keys))
+    table = BlockTable((Block("g", (2,), 1.0),))
+    carry(server.prepare(0), silos)
+    checks[0] = 0
+    values = {silo: np.full(2, 0.5) for silo in ids}
+    messages = contribute(silos, 0, table, values)
+    total = carry(server.total(0, ids, table, messages, CONTEXT), silos)
+    assert np.allclose(total.values, 3.5)
+    assert checks[0] <= 2 * 7 if once else checks[0] > 4 * 7
+    identity = Identity()
+    other = Masked().roster({**{s: Identity().public_key for s in ids}, "x": identity.public_key})
+    other = dataclasses.replace(other, checked=set())
+    place, signed = other.places["x"], identity.sign(b"this")
+    for _ in range(2):
+        assert other.verify(place, signed, b"this")
+        assert not other.verify(place, signed, b"that")
+        assert not other.verify(0, signed, b"this")
+        assert not other.verify(place, signed[:-1] + bytes([signed[-1] ^ 1]), b"this")
