@@ -90,6 +90,12 @@ class FederatedModel:
         return None
 
     @property
+    def concave(self) -> bool:
+        """Whether log p(y, Z_S | Z_G) is concave in the latents of `silo_sites`, unconstrained, whatever Z_G and the
+        data are: they have one mode then, around which they may be integrated out."""
+        return False
+
+    @property
     def record(self) -> str:
         """What one record is, for the claim of a private run."""
         label = self.record_label

@@ -23,6 +23,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from secure_fvi.aggregation.base import Block, FloatArray
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Problem, SiloView
+from secure_fvi.algorithms.eliminated import at_mean, eliminates, marginal_gradient
 from secure_fvi.algorithms.natural import (
     Natural,
     distance,
@@ -43,7 +44,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional, Full, LocalFamily, Params, global_family
 from secure_fvi.families.conditional import ENCODER
 from secure_fvi.families.gaussian import INITIAL_SCALE, unit_lower
-from secure_fvi.objective import silo_gradient, vjp
+from secure_fvi.objective import SiloFunction, silo_gradient, vjp
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
 from secure_fvi.randomness import start_draws
@@ -153,6 +154,10 @@ class LocalFitOptions:
         return _divisor(self.local_steps)
 
 
+#: Antithetic pairs of draws in a step where silos' latents are integrated out, at least.
+_PAIRS = 8
+
+
 class Families:
     """What follows from the options of a local fit and the model: dimensions, and the families of q(Z_G) and of a
     silo's own latents. Every party builds the same one."""
@@ -170,6 +175,13 @@ class Families:
         #: Of own latents, for what natural gradients are not taken of.
         self.optimizer = Optimizer("adam", config.local_learning_rate)
         self.by_row = config.sampling_rate < 1
+        #: Whether a silo's latents are integrated out around their mode, rather than fitted.
+        self.eliminates = (
+            eliminates(problem) and self.full and not self.by_row and problem.privacy is None
+            and config.local_optimizer == NATURAL and config.silo_family == Conditional()
+        )  # fmt: skip
+        #: Draws of Z_G in a step.
+        self.draws = 2 * max(_PAIRS, self.n) if self.eliminates else 1
         self.packed = packed_size(self.n, self.full)
         self._check()
 
@@ -197,6 +209,13 @@ class Families:
         noisy directions for each that it learns."""
         given = self.config.learning_rate
         return self.config.first_rate if given is not None or not self.full else min(0.3, _RATE_BY_SIZE / (self.n + 1))
+
+    @property
+    def gradient(self) -> SiloFunction:
+        """Of a silo's bound."""
+        if self.eliminates:
+            return marginal_gradient(self.problem.density)
+        return silo_gradient(self.problem.density, self.local, self.silo, self.samples)
 
     @property
     def change(self) -> Block:
@@ -306,7 +325,7 @@ class SiloFit:
         self.families, self.config, self.problem = families, families.config, families.problem
         self.exact = ExactFit(families) if self.config.local_optimizer in EXACT else None
         self.block = StepBlock(families) if self.exact is None else None
-        self._slope = SiloSlope(self.problem, families.local, families.silo, families.samples)
+        self._slope = SiloSlope(self.problem, families.local, families.silo, families.samples, families.gradient)
         self.weigher = Weigher(self.problem, families.local, families.silo)
 
     def init(self, view: SiloView) -> OwnState:
@@ -385,12 +404,15 @@ class SiloFit:
         average = carry.average
         loc, covariance = (average[name].to("cpu", torch.float64) for name in ("loc", "covariance"))
         ended = all(bool(torch.isfinite(v).all()) for v in average.values()) and _definite(covariance)
+        anchor, silo = q_steps.loc(carry.q), carry.silo
+        if families.eliminates and ended:
+            silo = at_mean(self.problem.density, anchor, theta, silo, view.rows, view.weights)
         after = OwnState(
             carry.record,
-            carry.silo,
+            silo,
             carry.phi,
             {"record": carry.record_moments, "silo": carry.silo_moments, "phi": carry.phi_moments},
-            q_steps.loc(carry.q).to("cpu", torch.float64),
+            anchor.to("cpu", torch.float64),
             own.visits + 1,
             share,
         )
@@ -476,14 +498,16 @@ class SiloFit:
         """
         assert self.block is not None
         families, length = self.families, self.block.length
-        width, samples, n = families.shared.noise_size + families.n_silo, families.samples, families.n_record
+        samples, n = families.samples, families.n_record
+        of_q, of_silo = max(1, families.draws // 2) * families.shared.noise_size, families.draws * families.n_silo
+        width = of_q + of_silo
         count = len(view.weights) if batches is None else batches.shape[1]
         most = _STRATA if batches is not None else min(_STRATA, _AHEAD // max(1, count * samples * n))
         chunk = length * max(1, most // length)
         for start in range(0, steps, chunk):
             rounds = min(chunk, steps - start)
             noise = families.move(view.silo_draws.stratified(key + start, width, rounds))
-            eps_silo, eps = noise.split([families.n_silo, families.shared.noise_size], 2)
+            eps_silo, eps = noise.split([of_silo, of_q], 2)
             ahead: Tensor | None = None
             if n and batches is None:
                 ahead = view.record_draws.stratified(key + start, samples * n, rounds)
@@ -566,9 +590,9 @@ class Inputs(NamedTuple):
     theta: Params
     rows: Params  # (N + 1, ...) each, or (S, B, ...) in minibatches
     weights: Tensor  # (N + 1,) or (B,)
-    eps: Tensor  # (S, noise of q(Z_G))
+    eps: Tensor  # (S, noise of q(Z_G)), or, of several draws, of one of each antithetic pair after the other
     eps_record: Tensor  # (S, K, B, n_record)
-    eps_silo: Tensor  # (S, 1, n_silo)
+    eps_silo: Tensor  # (S, 1, n_silo), of all draws
     schedule: Tensor  # (S, 3): shares of the rates of q and of own latents, weight of the iterate in the average
 
     def only(self, k: int, minibatch: bool) -> Inputs:
@@ -585,10 +609,11 @@ class StepBlock:
 
     def __init__(self, families: Families) -> None:
         config, problem = families.config, families.problem
-        self.n_silo, self.minibatch, self.optimizer = families.n_silo, families.by_row, families.optimizer
+        self.n, self.n_silo = families.n, families.n_silo
+        self.minibatch, self.optimizer = families.by_row, families.optimizer
         self.steps = NaturalSteps(families) if config.local_optimizer == NATURAL else TorchSteps(families)
         self.length = 1 if families.has_latents else config.steps_in_a_call
-        self._gradient = silo_gradient(problem.density, families.local, families.silo, families.samples)
+        self._gradient, self.eliminates = families.gradient, families.eliminates
         by_shape = families.local.couples_records
         record, rows, noise = (None, None, None) if by_shape else (0, int(self.minibatch), 2)
         axes = (None, record, record, *[None] * 8, rows, record, None, noise, None, None)  # of Carry, then Inputs
@@ -650,6 +675,8 @@ class StepBlock:
         return carry
 
     def _one(self, carry: Carry, inputs: Inputs, rows: Params, k: int) -> Carry:
+        if self.eliminates:
+            return self._eliminated(carry, inputs, k)
         q, record, silo, phi = carry.q, carry.record, carry.silo, carry.phi
         z = self.steps.draw(q, inputs.eps[k])
         g = self._gradient(
@@ -675,6 +702,37 @@ class StepBlock:
         seen = self.observed(after, g.value, shared, g.direct + g.path)
         average = {name: torch.lerp(old, seen[name], inputs.schedule[k, 2]) for name, old in carry.average.items()}
         return Carry(after, record, record_moments, silo, silo_moments, phi, phi_moments, average, carry.moved + moved)
+
+    def _eliminated(self, carry: Carry, inputs: Inputs, k: int) -> Carry:
+        """A step by several draws, of a silo whose latents are integrated out."""
+        q, theta = carry.q, inputs.theta
+        eps, loc = _balanced(inputs.eps[k].reshape(-1, self.n)), self.steps.loc(q)
+
+        def of(eps: Tensor, eps_silo: Tensor) -> tuple[Tensor, Tensor, Tensor, Params, Params]:
+            z = self.steps.draw(q, eps)
+            g = self._gradient(
+                z, z - loc, theta, carry.record, carry.silo, inputs.rows, inputs.weights, inputs.eps_record[k],
+                eps_silo,
+            )  # fmt: skip
+            shift, precision = inputs.cavity
+            return g.value, g.direct, g.direct + shift - _times(precision, z), g.theta, g.silo
+
+        value, of_silo, of_tilted, of_theta, silo = vmap(of)(eps, inputs.eps_silo[k].reshape(len(eps), 1, self.n_silo))
+        after = self.steps.step(q, eps, of_tilted, inputs.schedule[k, 0])
+        silo = {name: v.mean(0) for name, v in silo.items()}
+        silo, moved = reanchored_silo(silo, self.steps.loc(after) - loc, self.n_silo)
+        shared = {name: v.mean(0) for name, v in of_theta.items()}
+        seen = self.observed(after, value.mean(), shared, of_silo.abs().mean(0))
+        average = {name: torch.lerp(old, seen[name], inputs.schedule[k, 2]) for name, old in carry.average.items()}
+        return carry._replace(q=after, silo=silo, average=average, moved=carry.moved + moved)
+
+
+def _balanced(half: Tensor) -> Tensor:
+    """(2 S, n) draws in antithetic pairs from S >= n of them, their second moments exactly those of the normal: of a
+    normal target the step that they make is exact too."""
+    root = torch.linalg.cholesky_ex(half.mT @ half / len(half))[0]
+    half = torch.linalg.solve_triangular(root.mT, half, upper=True, left=False)
+    return torch.cat([half, -half])
 
 
 def _by_record(gradient: Tensor, weights: Tensor) -> Tensor:
@@ -733,17 +791,22 @@ class NaturalSteps:
         return state["loc"] + _times(state["factor"], eps)
 
     def step(self, state: Params, eps: Tensor, gradient: Tensor, scale: Tensor) -> Params:
-        """The next state, from the gradient of log (cavity x likelihood) in Z_G; `scale`: share of the first rate."""
+        """The next state, from the gradient of log (cavity x likelihood) in Z_G (n,), or at several draws (S, n);
+        `scale`: share of the first rate."""
         factor, rate = state["factor"], scale * self.rate
-        score = _times(factor.mT if factor.dim() == 2 else factor, gradient) + eps
-        mean_step = rate * score
-        if factor.dim() == 1:
-            mean_step = mean_step.clamp(-_MEAN_STEP, _MEAN_STEP)
+        many = eps.dim() == 2
+        score = (gradient @ factor if many else _times(factor.mT if factor.dim() == 2 else factor, gradient)) + eps
+        if many:
+            score, outer = score.mean(0), eps.mT @ score / len(eps)
+        elif factor.dim() == 1:
+            mean_step = (rate * score).clamp(-_MEAN_STEP, _MEAN_STEP)
             grow = self.scale_rate * (0.5 * rate * eps * score).clamp(-_SCALE_STEP, _SCALE_STEP)
             return {"loc": state["loc"] + factor * mean_step, "factor": factor * grow.exp()}
-        longest = _MEAN_STEP * eps.shape[0] ** 0.5
+        else:
+            outer = torch.outer(eps, score)
+        mean_step = rate * score
+        longest = _MEAN_STEP * len(score) ** 0.5
         mean_step = mean_step * (longest / mean_step.norm().clamp(min=longest))
-        outer = torch.outer(eps, score)
         grow = 0.25 * rate * (outer + outer.mT)
         grow = self.scale_rate * grow * (_SCALE_STEP / grow.norm().clamp(min=_SCALE_STEP))
         return {

@@ -28,7 +28,7 @@ from secure_fvi.algorithms.natural import Natural, distance, from_moments
 from secure_fvi.algorithms.weighing import UP_TO, WEIGHED, Weighed, as_told, points, spare, weighed
 from secure_fvi.compiled import Traced, over_draws
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
-from secure_fvi.objective import silo_gradient
+from secure_fvi.objective import SiloFunction, silo_gradient
 from secure_fvi.randomness import server_draws
 
 #: Keeps these draws apart from those of rounds.
@@ -182,8 +182,11 @@ def as_sent(problem: Problem, table: BlockTable, found: FloatArray, view: SiloVi
 class SiloSlope:
     """A silo's terms. It holds no data, so that the silos of a process share its traces."""
 
-    def __init__(self, problem: Problem, local: LocalFamily, silo: LocalFamily, samples: int) -> None:
-        gradient = silo_gradient(problem.density, local, silo, samples)
+    def __init__(
+        self, problem: Problem, local: LocalFamily, silo: LocalFamily, samples: int, of: SiloFunction | None = None
+    ) -> None:
+        """of: the gradient of another bound than theirs."""
+        gradient = of or silo_gradient(problem.density, local, silo, samples)
 
         def run(*args: Any) -> tuple[Tensor, Tensor]:
             g = gradient(*args)

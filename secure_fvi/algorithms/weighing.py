@@ -35,12 +35,13 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
+from secure_fvi.algorithms.eliminated import eliminates, joint_of, silo_params, to_mode
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Layout, LogTerms, Site
 from secure_fvi.families import LocalFamily, Params
 from secure_fvi.families import conditional as gaussian_rows
-from secure_fvi.families.gaussian import LOG_2PI
+from secure_fvi.families.gaussian import LOG_2PI, unit_lower
 from secure_fvi.randomness import server_draws
 
 WEIGHED = "weighed"
@@ -92,6 +93,9 @@ _NEWTON, _STRIDE, _SHARES = 12, 5.0, (1.0, 0.4, 0.1)
 #: More latents by draws, of two spreads in sds of q(Z_L | Z_G) by half, since that one may be too narrow, or beside the
 #: place; by fewer where those of records are nested in a silo's.
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
+#: Of a silo's latents in which log p is concave, by so many, of such spreads in sds by the curvature at the mode.
+#: Newton's steps towards it: where few are not enough draws are weighed less evenly.
+_CLIMBED, _CLIMBS = (32, (1.0, 1.4)), 4
 #: And by so many along lines: there means of draws are right, or too small, however far off q(Z_L | Z_G) is.
 _ALONG_LINES = 32
 #: Where latents' other modes are looked for: so many nodes along each ray, of one latent and of more, from how many sds
@@ -495,7 +499,7 @@ class Weigher:
         self.problem, self.local, self.silo = problem, local, silo
         layout = problem.layout
         self.n_record, self.n_silo = layout.size("record"), layout.size("silo")
-        self._adapts = True
+        self._adapts, self.concave = True, eliminates(problem)
 
     def __call__(
         self, q: Natural, at: Points, theta: Params, record: Params, silo: Params, view: SiloView, key: int
@@ -528,15 +532,14 @@ class Weigher:
         """Nats at each of z (S, n). which: nodes, 0 and 1 for two kinds that are as good, 2 for fewer; `key` names the
         draws that they are made of."""
         latents = _Latents(self, q.mean().to(self.problem.device, self.problem.dtype), theta, record, silo, view)
-        nodes = self._nodes(view, key, which)
         try:
             try:
-                return self._over(latents, z, nodes, which)
+                return self._over(latents, z, self._nodes(view, key, which), which)
             except (RuntimeError, NotImplementedError):  # a program without second derivatives
                 if not self._adapts:
                     raise
                 self._adapts = False
-                return self._over(latents, z, nodes, which)
+                return self._over(latents, z, self._nodes(view, key, which), which)
         except (LinAlgError, ArithmeticError):
             # Whether its model can be computed at points far from q may depend on a silo's data: hidden, not refused.
             return torch.full((len(z),), math.nan, dtype=torch.float64)
@@ -550,6 +553,8 @@ class Weigher:
                 nodes = _Nodes(torch.zeros(1, 1, 0), torch.zeros(1, 1))
             elif which < 2 and n in _GRIDS and not (nested and n > 1):
                 nodes = _grid(n, bool(which))
+            elif which < 2 and not nested and draws is view.silo_draws and self.concave and self._adapts:
+                nodes = _drawn(torch.from_numpy(draws.uniforms(key, n)), *_CLIMBED)
             else:
                 count = _ALONG_LINES if which == 2 else _NESTED if nested else _DRAWN
                 nodes = _drawn(torch.from_numpy(draws.uniforms(key, n)), count)
@@ -558,12 +563,15 @@ class Weigher:
 
     def _over(self, latents: _Latents, z: Tensor, nodes: tuple[_Nodes, _Nodes], which: int) -> Tensor:
         adapts = self._adapts and which != 2
-        # Grids follow the modes of latents of the silo, and of records.
-        climbs = adapts and self.n_silo in _GRIDS and not self.n_record, adapts and self.n_record in _GRIDS
+        # Nodes follow the modes of latents of the silo, and of records.
+        of_silo = (self.n_silo in _GRIDS or self.concave) and not self.n_record
+        climbs = adapts and of_silo, adapts and self.n_record in _GRIDS
         z = z.to(self.problem.device, self.problem.dtype)
         rule = _Rule(*nodes, *climbs, latents.others(z, *climbs) if which != 2 else _Others())
         modes = max(1, len(rule.others.record)) * max(1, len(rule.others.silo))
         numbers = len(rule.inner.eps) * len(rule.outer.eps) * len(latents.view.weights) * max(1, self.n_record) * modes
+        if self.concave:  # groups of rows, which are integrated out in the program
+            numbers *= max(value[0].numel() for value in latents.view.rows.values())
         parts = z.split(max(1, _AT_ONCE // numbers))
         found = torch.cat([over_draws(lambda z: latents.marginal(z, rule), part) for part in parts])
         return found.detach().to("cpu", torch.float64)
@@ -591,7 +599,10 @@ class _Latents(NamedTuple):
 
     def marginal(self, z: Tensor, rule: _Rule) -> Tensor:
         """log p(y_j | z), nats."""
-        owns = _modes(self.log_density_of_silo(z), self.of_silo(z), rule.others.silo, rule.climbs_silo)
+        if self.weigher.concave and rule.climbs_silo:
+            owns = [self._near_mode(z)]
+        else:
+            owns = _modes(self.log_density_of_silo(z), self.of_silo(z), rule.others.silo, rule.climbs_silo)
 
         def at(eps: Tensor, log_weight: Tensor, own: int) -> Tensor:
             z_silo, weight = _at(owns, own, eps, log_weight)
@@ -614,6 +625,15 @@ class _Latents(NamedTuple):
         total = torch.logsumexp(torch.cat([records for records, _ in found]), 0)
         total = torch.where(weights > 0, total, torch.zeros_like(total))
         return (total * weights).sum() + found[0][1][0]
+
+    def _near_mode(self, z: Tensor) -> Params:
+        """Moments of a silo's latents, in which log p is concave, around their mode or near it."""
+        own = self.of_silo(z)
+        of = joint_of(self.weigher.problem.density, self.theta, self.view.rows, self.view.weights)
+        found = silo_params(*to_mode(of, own["loc"][0], z, _CLIMBS), own)
+        if "lower" in own:
+            found["lower"] = unit_lower(found["lower"], self.weigher.n_silo)
+        return found
 
     def _terms(self, z: Tensor, z_silo: Tensor, z_record: Tensor) -> LogTerms:
         return self.weigher.problem.density.evaluate(z, z_silo[0], z_record, self.theta, self.view.rows)
@@ -645,7 +665,7 @@ class _Latents(NamedTuple):
     def others(self, z: Tensor, climbs_silo: bool, climbs_record: bool) -> _Others:
         """Where latents have other modes, at q's mean or at some of z (S, n)."""
         found, n_record = _Others(), self.weigher.n_record
-        if not n_record and not self.weigher.n_silo:
+        if (not n_record and not self.weigher.n_silo) or self.weigher.concave:
             return found
         for z_g in torch.cat([self.loc[None], z[:: max(1, len(z) // (_LOOKS - 1))]])[:_LOOKS]:
             own = self.of_silo(z_g)
@@ -843,18 +863,18 @@ def _grid(n: int, other: bool) -> _Nodes:
     return _Nodes(grids[0][:, None], grids[1].sum(-1)[:, None])
 
 
-def _drawn(shift: Tensor, count: int) -> _Nodes:
-    """Quasi-random, of either spread by half, shifted around the unit cube by `shift` (1, N, n) in (0, 1): each node is
-    an ordinary draw, and records' errors are independent."""
+def _drawn(shift: Tensor, count: int, spreads: tuple[float, ...] = _SPREADS) -> _Nodes:
+    """Quasi-random, of each of `spreads` an equal share, shifted around the unit cube by `shift` (1, N, n) in (0, 1):
+    each node is an ordinary draw, and records' errors are independent."""
     n = shift.shape[-1]
     if n <= torch.quasirandom.SobolEngine.MAXDIM:
         even = torch.quasirandom.SobolEngine(n).draw(count, dtype=torch.float64)
     else:
         even = torch.from_numpy(server_draws(0).uniforms(_DRAWS + 1, count * n).reshape(count, n))
     normals = torch.special.ndtri(((even[:, None] + shift) % 1.0).clamp(2.0**-53, 1 - 2.0**-53))
-    spread = torch.tensor(_SPREADS, dtype=torch.float64).repeat_interleave(count // 2)[:, None, None]
+    spread = torch.tensor(spreads, dtype=torch.float64).repeat_interleave(count // len(spreads))[:, None, None]
     eps = spread * normals
-    parts = [-0.5 * ((eps / by).square() + LOG_2PI).sum(-1) - n * math.log(by) for by in _SPREADS]
+    parts = [-0.5 * ((eps / by).square() + LOG_2PI).sum(-1) - n * math.log(by) for by in spreads]
     return _Nodes(eps, math.log(len(parts) / count) - functools.reduce(torch.logaddexp, parts))
 
 
