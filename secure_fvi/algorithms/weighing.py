@@ -863,9 +863,10 @@ def _grid(n: int, other: bool) -> _Nodes:
     return _Nodes(grids[0][:, None], grids[1].sum(-1)[:, None])
 
 
-def _drawn(shift: Tensor, count: int, spreads: tuple[float, ...] = _SPREADS) -> _Nodes:
-    """Quasi-random, of each of `spreads` an equal share, shifted around the unit cube by `shift` (1, N, n) in (0, 1):
-    each node is an ordinary draw, and records' errors are independent."""
+def _drawn(shift: Tensor, count: int, spreads: tuple[float, ...] | None = None) -> _Nodes:
+    """Quasi-random, an equal share of each of `spreads` (None: `_SPREADS`), shifted around the unit cube by `shift`
+    (1, N, n) in (0, 1): each node is an ordinary draw, and records' errors are independent."""
+    spreads = spreads or _SPREADS
     n = shift.shape[-1]
     if n <= torch.quasirandom.SobolEngine.MAXDIM:
         even = torch.quasirandom.SobolEngine(n).draw(count, dtype=torch.float64)
