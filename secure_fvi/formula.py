@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from secure_fvi.dictionary import MEASURED, NUMBER, Column, Dictionary
+from secure_fvi.dictionary import MEASURED, NUMBER, RECORD_ID, Column, Dictionary
 from secure_fvi.errors import InputError, without_colours
 from secure_fvi.runs.wording import nearest
 
@@ -665,43 +665,53 @@ class Expression:
         return out
 
 
+def columns_of(formula: str, dictionary: Dictionary) -> list[str]:
+    """The table's columns that a formula reads, whatever its options, and records' own ids, if there are any. Raises
+    InputError."""
+    parsed = parse(formula)
+    names = {parsed.response, *(c for r in parsed.random for c in r.group)}
+    for text in (parsed.fixed, *(r.design for r in parsed.random)):
+        names.update(Design(text, formula, dictionary).columns)
+    for text in (*parsed.offsets, *parsed.additions.values()):
+        names.update(Expression(text, formula, dictionary).columns)
+    ids = dictionary.columns.get(RECORD_ID)
+    return sorted(names | ({RECORD_ID} if ids is not None and ids.unique else set()))
+
+
 def few_records(
-    formula: str, dictionary: Dictionary, columns: Frame, shared: Sequence[str] = (), few: int = FEW
+    formula: str, dictionary: Dictionary, columns: Frame, record: str | None, shared: Sequence[str] = (), few: int = FEW
 ) -> list[str]:
     """What of a formula fewer than `few` records of one site have, in words, with their number: a level of a category,
     a group of those `shared`, which span sites, and whatever else sets a column of a design to another value than most
     have. For that site alone.
 
     Where no other site has such rows, that coordinate of a total without differential privacy is these records' own.
-    `columns` (N,) each: coded by the dictionary. A record is a group of rows, where the formula has groups that do not
-    span sites (the finest of them), else a row."""
+    `columns` (N,) each: coded by the dictionary. record: the group of which each is a record, None where a row is."""
     parsed = parse(formula)
     rows = len(next(iter(columns.values())))
     keys = [
         np.unique(np.stack([columns[name] for name in term.group], 1), axis=0, return_inverse=True)[1].reshape(-1)
         for term in parsed.random
     ]
-    own = [key for term, key in zip(parsed.random, keys, strict=True) if term.label not in shared]
-    record = max(own, key=lambda key: int(key.max(initial=-1)), default=np.arange(rows))
+    whose = next((key for term, key in zip(parsed.random, keys, strict=True) if term.label == record), np.arange(rows))
     found: dict[frozenset[int], str] = {}
 
     def look(what: str, where: npt.NDArray[np.bool_]) -> None:
-        of = frozenset(np.unique(record[where])[:few].tolist())
+        of = frozenset(np.unique(whose[where])[:few].tolist())
         if 0 < len(of) < few:
             found.setdefault(of, f"{what} ({len(of)})")
 
     if rows:
         look("rows at all", np.ones(rows, bool))
     designs = [Design(text, formula, dictionary) for text in (parsed.fixed, *(r.design for r in parsed.random))]
-    for name in sorted({name for design in designs for name in design.columns}):
+    outcome = {parsed.response} if dictionary[parsed.response].kind == "category" else set()  # whose cuts are learned
+    for name in sorted(outcome | {name for design in designs for name in design.columns}):
         column = dictionary[name]
         levels = column.levels or ("false", "true")
         for code, level in enumerate(levels if column.kind in ("category", "boolean") else ()):
             look(f"'{name}' = {level}", columns[name] == code)
     for term, key in zip(parsed.random, keys, strict=True):
-        sizes = (
-            np.bincount(np.unique(np.stack([key, record], 1), axis=0)[:, 0]) if term.label in shared else np.empty(0)
-        )
+        sizes = np.bincount(np.unique(np.stack([key, whose], 1), axis=0)[:, 0]) if term.label in shared else np.empty(0)
         small = sizes[(sizes > 0) & (sizes < few)]
         if len(small):
             found[frozenset({-1 - len(found)})] = f"a group of '{term.label}' ({', '.join(map(str, small[:few]))})"

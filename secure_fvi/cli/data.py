@@ -143,8 +143,10 @@ def check(
         with _about(table):
             coded = read_coded(files, dictionary, query, missing, used, columns=keys)
             _check_records(coded, model, table.name)
-            if formula is not None and (few := few_said(few_records(formula, dictionary, coded.columns, of["shared"]))):
-                click.echo(few, err=True)
+            assert formula is not None
+            few = few_records(formula, dictionary, coded.columns, model.record_label, of["shared"])
+            if few:
+                click.echo(few_said(few), err=True)
     many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
     click.echo(f"it fits; {many} left out" if gaps else "it fits")
 

@@ -303,7 +303,7 @@ def _fits(decision: Decision, home: Home) -> str:
     assert decision.data is not None
     check_left_out(home, decision.data.id, found.read, left)
     shared = [term.of.label for term in model.of.terms if term.place == "global"]
-    few = few_said(few_records(model.of.parsed.text, model.of.dictionary, found.columns, shared))
+    few = few_said(few_records(model.of.parsed.text, model.of.dictionary, found.columns, model.record_label, shared))
     return f"{said}{printable(few, 4000)}\n" if few else said
 
 

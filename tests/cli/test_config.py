@@ -1,5 +1,6 @@
 """Reading, overriding, writing back."""
 
+import importlib
 import os
 import tomllib
 from pathlib import Path
@@ -107,3 +108,16 @@ def test_arrays_in_three_formats_agree(tmp_path: Path) -> None:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert all(found[name].dtype == expected[name].dtype for name in expected)
+
+
+def test_what_configurations_name_is_there() -> None:
+    """By "module:name", which no type checker reads: each is loaded where it is used alone."""
+    from secure_fvi.runs import options
+
+    tables = [value for value in vars(options).values() if isinstance(value, dict)]
+    names = {name for table in tables for name in table.values() if isinstance(name, str) and ":" in name}
+    names = {name for name in names if name.startswith("secure_fvi")}
+    assert len(names) > 15
+    for name in sorted(names):
+        module, _, attribute = name.partition(":")
+        assert hasattr(importlib.import_module(module), attribute), name
