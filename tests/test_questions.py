@@ -430,7 +430,7 @@ def test_refusals_are_no_oracle(held: bool) -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("algorithm", [sf.SFVI(iterations=6), sf.PVI(family="full")])
+@pytest.mark.parametrize("algorithm", [sf.SFVI(iterations=6), sf.PVI(family="full", local_steps=20)])
 def test_a_failure_is_nobodys_in_masked_sums(alone: bool, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A party among others whose data cannot answer tells its own site alone: what it sends is as long as ever, and the
     total of all is none, from then on, whatever is asked, also after a restart. The control: one that nobody told to

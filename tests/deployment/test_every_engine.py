@@ -228,7 +228,7 @@ def doors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Do
             traced.append(build_problem(model, schema, algorithm, silos, seed, privacy, here))
         return traced[0]._replace(privacy=privacy)
 
-    monkeypatch.setattr(fitting, "local_parties", lambda _, ids: local_parties(Plain(), ids))
+    monkeypatch.setattr(fitting, "local_parties", lambda _, ids, **_more: local_parties(Plain(), ids))
     for module in (fitting, site_job, serving):
         monkeypatch.setattr(module, "build_problem", problem)
     for module in (site_job, serving):
