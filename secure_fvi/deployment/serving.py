@@ -324,7 +324,6 @@ class Hub:
         over = states is not None and bool(states["run"].finished)  # silos may have closed the job already
         charged = self._charged(joined, decided, program) if program.terms else 0
         message = self._kept_session(joined)
-        going_on = message is not None
         if message is None:
             least, missing = getattr(aggregation, "min_cohort", 1), getattr(aggregation, "max_missing", 0)
             holder, nonces = joined[self._holder].nonce if self._holder else b"", [joined[s].nonce for s in silos]
@@ -333,6 +332,8 @@ class Hub:
                 silos, nonces, talk.schema_digest(schema), decided, holder, least, missing, agreed(spoken)
             )
             write_atomically(self._kept / "session", boot_id().ljust(64, b"\0") + talk.CODEC.pack(message))
+            if program.terms:  # before a silo is in the session: whoever goes on in it asks above the same sum
+                write_atomically(self._kept / "charged", max(charged, 0).to_bytes(8, "big"))
         session = self._name(message)
         replies = self._ask_holder(talk.OPEN + talk.CODEC.pack(message))
         replies |= self.engine.exchange(dict.fromkeys(silos, talk.OPEN + talk.CODEC.pack(message)))
@@ -342,9 +343,8 @@ class Hub:
         self._patience = self._patience._replace(least=least_silos(aggregation, len(offer.silos), private=False))
         self.engine.patience = self._patience
         server = Server(problem, program, self._sum(session, aggregation, message.holder), noise)
-        if program.terms and not going_on:  # what was released under old secrets is released anew, and charged
-            write_atomically(self._kept / "charged", max(charged, 0).to_bytes(8, "big"))
-            server.skip_to(charged)
+        if program.terms:  # what was released under old secrets is released anew, and charged
+            server.skip_to(self._believed())
         return _Parties(server, aggregation)
 
     def _charged(self, joined: Mapping[str, talk.Joined], decided: int, program: ServerProgram) -> int:
@@ -353,9 +353,12 @@ class Hub:
         Raises ProtocolError that names a silo whose word no sums of this job can make true. What was believed before is
         kept, so that who came after it is not blamed.
         """
+        return last_charged(joined, max(decided, self._believed()), most_sums(program, len(self.offer.silos)))
+
+    def _believed(self) -> int:
+        """The last sum charged before the session that was opened last, by the silos' word then."""
         path = self._kept / "charged"
-        believed = int.from_bytes(path.read_bytes(), "big") if path.exists() else 0
-        return last_charged(joined, max(decided, believed), most_sums(program, len(self.offer.silos)))
+        return int.from_bytes(path.read_bytes(), "big") if path.exists() else 0
 
     def _end(self, server: Server, result: Result) -> None:
         """Tell the silos, so that each keeps its own posterior; under `drop`, one that is away does not learn of it."""

@@ -15,6 +15,7 @@ from consortium_run import Job, Sites
 from deployment_world import World
 
 import secure_fvi as sf
+from secure_fvi.checkpoints import StoreCheckpoints
 from secure_fvi.deployment.holding import DurableSilo, open_held
 from secure_fvi.deployment.site_job import SiteJob
 from secure_fvi.deployment.trail import Trail
@@ -69,6 +70,45 @@ def test_a_silo_killed_between_charge_and_answer(world: World, tmp_path: Path, m
         verify(home.log_file)
         compare(home.log_file, hub.log_file)
         (chain,) = verify_ledger(home.ledger_file, silo)
+        (record,) = chain.jobs.values()
+        assert record.released == {"round": releases}
+
+
+@pytest.mark.slow
+def test_a_server_killed_before_the_first_round_of_a_session_asks_under_the_same_index(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A silo lost its answer to sum 3, whose noise was charged, and all opened a session in which that is sum 4; the
+    server is killed with their answers to it, and nothing of it written down. Started again it asks for sum 4, not for
+    sum 3, which they would answer no more; what they have answered is charged once."""
+    algorithm = {"name": "sfvi", "iterations": 6, "sampling_rate": 0.5, "family": "diagonal"}
+    job, killed, stopped = Job(world, tmp_path, algorithm=algorithm, privacy=_DP), threading.Event(), threading.Event()
+    handle, save, asked = DurableSilo.handle, StoreCheckpoints.save, list[int]()
+
+    def dying(self: DurableSilo, message: bytes) -> bytes:
+        if self.silo.name == "north" and message[:1] == ROUND:
+            asked.append(decode_broadcast(message[1:]).sum_index)
+            if asked[-1] == 3 and not killed.is_set():
+                killed.set()
+                self.silo.handle(message)
+                raise Killed
+        return handle(self, message)
+
+    def stopping(self: StoreCheckpoints, *args: Any) -> None:
+        if killed.is_set() and not stopped.is_set():
+            stopped.set()
+            raise Stopped
+        save(self, *args)
+
+    monkeypatch.setattr(DurableSilo, "handle", dying)
+    monkeypatch.setattr(StoreCheckpoints, "save", stopping)
+    monkeypatch.setattr(Sites, "_run", _started_again)
+    with pytest.raises(Stopped):
+        job.run()
+    job.run()
+    assert asked == [1, 2, 3, 4, 4, 5, 6, 7]
+    for silo, releases in (("east", 6), ("north", 7), ("south", 6)):
+        (chain,) = verify_ledger(world.homes[silo].ledger_file, silo)
         (record,) = chain.jobs.values()
         assert record.released == {"round": releases}
 
