@@ -96,6 +96,11 @@ class FederatedModel:
         return False
 
     @property
+    def edgeless(self) -> bool:
+        """Whether log p is known to have no edge, off which it falls without a gradient that tells."""
+        return False
+
+    @property
     def record(self) -> str:
         """What one record is, for the claim of a private run."""
         label = self.record_label

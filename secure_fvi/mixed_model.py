@@ -521,6 +521,11 @@ class MixedModel(FederatedModel):
         leaves a log-concave one (Prekopa 1973)."""
         return self.family in _LOG_CONCAVE and not self._has_latents
 
+    @property
+    def edgeless(self) -> bool:
+        """Of all families. What quadrature leaves of a density that is a billion nats lower is no edge."""
+        return True
+
     def with_latents(self) -> MixedModel:
         """The same model, in which records' effects are latents rather than integrated out: for samplers."""
         program = copy.copy(self.fn)

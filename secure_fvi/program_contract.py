@@ -418,6 +418,8 @@ def check_edges(point: Point, rows: Params, silo: str | None = None) -> None:
     """Refuse an edge off which the terms of records fall as a latent moves, by a pyro.factor of -inf or -1e10, say:
     what `_Edges` refuses, by hand. One of global factors alone may lie where q does not come: the fit tells of it."""
     density, latents = point.problem.density, point.latents()
+    if point.problem.model.edgeless:
+        return
     leaves = {name: value.detach().clone().requires_grad_() for name, value in latents.items()}
     with torch.enable_grad(), _Compares() as compares:
         here = _observed(density.run(leaves, point.theta, rows))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_world import gaussian_job, new_ledger, tamper
 
@@ -112,6 +112,7 @@ def test_a_statement_is_bound_to_its_key(tmp_path: Path, ledger: Ledger, witness
     assert witness.length(ledger.chain.public_key) == 0
 
 
+@settings(deadline=None)
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_refused(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:
     ledger = new_ledger(tmp_path_factory.mktemp("flip"))
