@@ -62,8 +62,8 @@ def test_the_final_sum_of_the_graph_is_that_of_the_program() -> None:
     [
         (programs.make_intercepts, sf.SFVI(iterations=24)),
         (programs.make_clinics, sf.SFVI(iterations=24, importance_samples=3)),
-        (programs.make_rate, sf.SFVIAvg(rounds=2, local_steps=25)),
-        (programs.make_slopes, sf.PVI(rounds=2, local_steps=25)),
+        pytest.param(programs.make_rate, sf.SFVIAvg(rounds=2, local_steps=25), marks=pytest.mark.slow),
+        pytest.param(programs.make_slopes, sf.PVI(rounds=2, local_steps=25), marks=pytest.mark.slow),
     ],
 )
 def test_a_fit_of_the_graph_is_the_fit_of_the_program(make: Callable[[], programs.Conjugate], algorithm: Any) -> None:

@@ -27,7 +27,7 @@ from secure_fvi.deployment.session_messages import schema_digest
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import read_data
-from secure_fvi.formula import FAMILIES, Design, parse
+from secure_fvi.formula import FAMILIES, Design, columns_of, few_records, parse
 from secure_fvi.mixed_model import Counts, MixedModel, glmm, user_draws
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import parse as parse_config
@@ -1556,3 +1556,29 @@ def test_what_a_wide_integer_would_make_is_counted_and_not_made(formula: str, fa
     assert made(20).describe()
     with pytest.raises(InputError, match=r"1e\+(08|300) (levels|groups).*; at most"):
         made(high)
+
+
+@pytest.mark.parametrize("formula", ["y ~ x", "y ~ x + (1 | who)", "y ~ 1 + offset(x) + (1 | who) + (1 | who:visit)"])
+def test_columns_of_a_formula_are_those_that_are_read_by_any_of_its_models(formula: str) -> None:
+    """Records' own ids too, by a gap in which a row is left out of one formula and not of another."""
+    columns = {"y": Column("number", centre=0, scale=1), "x": Column("number", centre=0, scale=1)}
+    columns |= {name: Column("id") for name in ("who", "visit")}
+    with_ids = Dictionary({**columns, "record_id": Column("id", unique=True)})
+    assert set(sf.glmm(formula, dictionary=with_ids).columns) <= set(columns_of(formula, with_ids))
+    assert "record_id" in columns_of(formula, with_ids)
+    assert "record_id" not in columns_of(formula, Dictionary(columns))
+
+
+@pytest.mark.parametrize(("record", "said"), [("who", ["'rare' = true (1)"]), ("who:visit", [])])
+def test_few_are_counted_in_records(record: str, said: list[str]) -> None:
+    """One person of 40, with 12 visits; where a visit is the record, and a person's are many, there are 12."""
+    columns = {
+        "y": Column("number", centre=0, scale=1),
+        "rare": Column("boolean"),
+        "who": Column("id"),
+        "visit": Column("id"),
+    }
+    who, visit = np.repeat(np.arange(40.0), 12), np.tile(np.arange(12.0), 40)
+    frame = {"y": who, "rare": (who == 0).astype(float), "who": who, "visit": visit}
+    found = few_records("y ~ rare + (1 | who) + (1 | who:visit)", Dictionary(columns), frame, record)
+    assert found[:1] == said

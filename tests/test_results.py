@@ -180,7 +180,11 @@ def test_the_programs_constants_take_the_runs_type() -> None:
 
 
 @pytest.mark.usefixtures("few_draws")
-@pytest.mark.parametrize("algorithm", [sf.PVI(local_steps=40), sf.SFVI(max_iterations=120)], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(sf.PVI(local_steps=40), marks=pytest.mark.slow), sf.SFVI(max_iterations=120)],
+    ids=["pvi", "sfvi"],
+)
 def test_a_run_that_has_ended_and_assessed_itself_is_resumed_to_the_same_words(algorithm: Any, tmp_path: Path) -> None:
     """As a string, which is what one types; and what was found of the final q comes back from the checkpoint."""
     problem = make_intercepts()

@@ -165,7 +165,9 @@ def test_a_broadcast_of_another_form_is_refused_by_name(case: str, monkeypatch: 
         assert str(error).startswith(f"silo '{found.name}': ")
 
 
-@pytest.mark.parametrize("case", ["sfvi, to the end", "pvi", *(pytest.param(c, marks=pytest.mark.slow) for c in _SLOW)])
+@pytest.mark.parametrize(
+    "case", ["pvi", *(pytest.param(c, marks=pytest.mark.slow) for c in ("sfvi, to the end", *_SLOW))]
+)
 def test_without_the_check_it_is_not(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Form, "check", lambda *_: None)
     found = Attacked(case, monkeypatch, misfits)

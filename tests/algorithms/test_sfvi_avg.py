@@ -339,9 +339,8 @@ def test_theta_is_averaged_near_what_sfvi_finds() -> None:
 
 
 @pytest.mark.usefixtures("few_draws")
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"bures_iterations": 3, "persistent": False}]
-)
+@pytest.mark.parametrize("options", [{}, {"bures_iterations": 3, "persistent": False}])
+@pytest.mark.slow
 def test_a_killed_run_ends_where_an_unbroken_one_does(options: dict[str, Any], tmp_path: Path) -> None:
     """Stopped between phases after the second round and resumed from the checkpoint: the same bits."""
     problem = make_clinics()

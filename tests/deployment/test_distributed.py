@@ -43,7 +43,10 @@ def stop_at(round_: int) -> Any:
 
 
 @pytest.mark.usefixtures("few_draws")
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: str(a["name"]))
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(a, id=a["name"], marks=[pytest.mark.slow] * (a["name"] == "sfvi-avg")) for a in ALGORITHMS],
+)
 def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, algorithm: dict[str, Any]) -> None:
     job = Job(world, tmp_path, algorithm=algorithm)
     assert job.run() == job.local()

@@ -344,7 +344,7 @@ def test_who_is_not_the_server_ends_no_silo(
     listening, calls = imposter(port, tmp_path, kind)
     dialer = Dialer(world, SimpleNamespace(port=port), "north", echo)  # type: ignore[arg-type]
     doubted(caplog, says)
-    while calls[0] < 6:
+    while calls[0] < 4:
         assert dialer.thread.is_alive(), dialer.error
         time.sleep(0.02)
     listening.shutdown(socket.SHUT_RDWR)
