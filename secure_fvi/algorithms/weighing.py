@@ -35,7 +35,7 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
-from secure_fvi.algorithms.eliminated import eliminates, joint_of, silo_params, to_mode
+from secure_fvi.algorithms.eliminated import Joint, eliminates, joint_of, silo_params, to_mode
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Layout, LogTerms, Site
@@ -629,8 +629,7 @@ class _Latents(NamedTuple):
     def _near_mode(self, z: Tensor) -> Params:
         """Moments of a silo's latents, in which log p is concave, around their mode or near it."""
         own = self.of_silo(z)
-        of = joint_of(self.weigher.problem.density, self.theta, self.view.rows, self.view.weights)
-        found = silo_params(*to_mode(of, own["loc"][0], z, _CLIMBS), own)
+        found = silo_params(*to_mode(self.joint(), own["loc"][0], z, _CLIMBS), own)
         if "lower" in own:
             found["lower"] = unit_lower(found["lower"], self.weigher.n_silo)
         return found
@@ -638,15 +637,14 @@ class _Latents(NamedTuple):
     def _terms(self, z: Tensor, z_silo: Tensor, z_record: Tensor) -> LogTerms:
         return self.weigher.problem.density.evaluate(z, z_silo[0], z_record, self.theta, self.view.rows)
 
+    def joint(self) -> Joint:
+        """log p(y_j, Z_S | Z_G) of a silo without latents of records."""
+        return joint_of(self.weigher.problem.density, self.theta, self.view.rows, self.view.weights)
+
     def log_density_of_silo(self, z: Tensor) -> Callable[[Tensor], Tensor]:
         """Of its own latents (1, n_silo), of a silo without latents of records: (1,)."""
-        weights = self.view.weights
-
-        def all_records(z_silo: Tensor) -> Tensor:
-            terms = self._terms(z, z_silo, z.new_zeros(len(weights), 0))
-            return (torch.where(weights > 0, terms.records, 0.0) * weights).sum() + terms.silo[None]
-
-        return all_records
+        joint = self.joint()
+        return lambda z_silo: joint(z_silo[0], z)[None]
 
     def log_density_of_records(self, z: Tensor, z_silo: Tensor) -> Callable[[Tensor], Tensor]:
         """Of records' latents (N, n_record): (N,)."""
