@@ -192,7 +192,7 @@ class Silo:
             question = self.program.order.question(broadcast)
         except ProtocolError as error:
             raise ProtocolError(f"silo '{self.name}': {error}") from None
-        if question == self.past.asked and digest == self.past.claimed:
+        if digest == self.past.answered:
             return self._again(broadcast, context)
         try:
             return self._answer(broadcast, question, digest, context)
@@ -207,9 +207,7 @@ class Silo:
             return False
         if self.answer.broadcast == hashlib.sha256(message[1:]).digest():
             return True
-        broadcast = decode_broadcast(message[1:])
-        same = self.program.order.question(broadcast) == self.past.asked  # or it was claimed, and never answered
-        return same and question_digest(broadcast).hex() == self.past.claimed
+        return question_digest(decode_broadcast(message[1:])).hex() == self.past.answered
 
     def settle(self, accepted: Mapping[str, int]) -> None:
         """Let the algorithm decide on the pending local state; `accepted` is the server's, after a round. Raises
@@ -349,8 +347,9 @@ class Silo:
         self._check_told(self.past, broadcast)
         index, table = broadcast.sum_index, self.program.tables[broadcast.phase]
         reply = self._sum.contribute(
-            index, broadcast.cohort, table, self.answer.values, context, bytes.fromhex(self.past.claimed),
-            self._may_lack(self.past, broadcast), _as_bytes(self.past.shared), self.past.failed,
+            index, broadcast.cohort, table, self.answer.values, context, bytes.fromhex(self.past.answered),
+            self._may_lack(self.past, broadcast), _as_bytes(self.past.shared),
+            self.past.failed and self.keeps_to_itself,
         )  # fmt: skip
         self.pending, self.past = self.pending._replace(sum_index=index), self.past._replace(view=self._view(context))
         self.answer = self.answer._replace(broadcast=context, reply=reply)

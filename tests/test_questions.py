@@ -369,6 +369,36 @@ def test_a_refused_question_leaves_a_silo_as_it_was() -> None:
     engine.run(server.round())
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_a_refused_question_takes_no_answer_away(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that was claimed, and refused, is claimed on the disk yet. The one that was answered before it, under
+    another index, gets what it got, also after a restart: a server that lost its last writes asks so. The control takes
+    the claim for what was answered."""
+    server, store = parties()[0], MemoryStore()
+    message = asked(server)
+
+    def started() -> DurableSilo:
+        return DurableSilo(parties()[2], HeldStore(store, lambda: None))
+
+    def late(*_: Any, **__: Any) -> bytes:
+        raise ProtocolError("this silo is too late")
+
+    silo = started()
+    reply, again = tell(silo, message), message._replace(sum_index=message.sum_index + 9)
+    monkeypatch.setattr(silo.silo._sum, "contribute", late)
+    with pytest.raises(ProtocolError, match="too late"):
+        tell(silo, used(message._replace(round=1, sum_index=message.sum_index + 1), message.sum_index, 0))
+    fresh = started()
+    assert fresh.silo.past.claimed != fresh.silo.past.answered
+    if not held:
+        fresh.silo.past = fresh.silo.past._replace(answered=fresh.silo.past.claimed)
+        with pytest.raises(ProtocolError, match="answered already"):
+            tell(fresh, again)
+        return
+    assert fresh.answered(ROUND + encode_broadcast(again))
+    assert tell(fresh, again) == reply
+
+
 def test_counts_are_not_drawn_from_again_after_a_resume(tmp_path: Path) -> None:
     """Under privacy a round after the checkpoint was released and charged; run again, it is drawn under a count that
     the ledger has not seen. The control is a silo that starts anew without a ledger."""
@@ -466,6 +496,13 @@ def test_a_failure_is_nobodys_in_masked_sums(alone: bool, algorithm: Any, monkey
     DurableSilo(silo, HeldStore(store, lambda: None)).carry_over(HeldStore(store, lambda: None))
     silo.past = Past()
     assert DurableSilo(silo, HeldStore(store, lambda: None)).silo.past.failed
+    early = MemoryStore()  # written before it failed, as by one that was killed since; its site knows that it did
+    silo.past, failed = silo.past._replace(failed=False), silo.past
+    DurableSilo(silo, HeldStore(early, lambda: None)).carry_over(HeldStore(early, lambda: None))
+    for knows in (False, True):
+        silo.past = Past(failed=knows)
+        assert DurableSilo(silo, HeldStore(early, lambda: None)).silo.past.failed is knows
+    silo.past = failed
     following = used(message._replace(round=2, sum_index=message.sum_index + 9), message.sum_index, 1, message.phase)
     following = following._replace(accepted=dict.fromkeys(message.cohort, message.sum_index))
     assert len(tell(silo, following)) == len(replies[NAME])

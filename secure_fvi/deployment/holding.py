@@ -128,13 +128,14 @@ class DurableSilo:
         self._unsure = False  # whether a write failed, so that nobody knows what of it is on the disk
         self._number, self._first = 0, 1  # of the last record, and of the first that the whole state does not hold
         self._bytes, self._whole = 0, 0  # of the records since the whole state, and of that one
-        kept, answer, claim = store.get(_STATE), store.get(_ANSWER), store.get(_CLAIM)
+        kept, answer, claim, known = store.get(_STATE), store.get(_ANSWER), store.get(_CLAIM), silo.past.failed
         if kept is not None:
             self._restore(kept, answer)
         if claim is not None:
             turn, claimed, failed = wire.own(claim, "the silo's claim")
-            if turn > silo.past.turn:  # killed before the answer was written down: it never left
+            if turn > silo.past.turn:  # refused since, or killed before the answer was written down: it never left
                 silo.past = silo.past._replace(turn=turn, claimed=claimed, failed=failed)
+        silo.past = silo.past._replace(failed=silo.past.failed or known)  # the site may know what is not in this file
         silo.on_claim = self._claim
 
     def __repr__(self) -> str:
