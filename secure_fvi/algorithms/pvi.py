@@ -813,9 +813,9 @@ class PVIProgram(Program):
         asks for likelihoods at many points, so that a server which names a q of its own has asked a round of it.
 
         Of schedules that do not ask all in each round no silo can tell; their rounds' totals tell each silo's term."""
-        if REFINE not in self.tables or self.config.schedule != "synchronous" or not len(asked):
+        if REFINE not in self.tables or self.config.schedule != "synchronous":
             return True
-        return q.proper and refining.near(q_part(q), q_part(self.families.unpack(asked)))
+        return bool(len(asked)) and q.proper and refining.near(q_part(q), q_part(self.families.unpack(asked)))
 
     def _checked(self, state: PVIState, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
         """After the final sum."""
@@ -943,8 +943,9 @@ class PVIProgram(Program):
         if message.phase == FINISH:
             if not self._follows(self.families.unpack(message.tensors["q"]), local.asked):
                 raise ProtocolError(
-                    f"silo '{view.silo}': the final q is not near the one of the last round that was answered: more "
-                    f"than {refining.FROM_Q:.0f} sds off, or more than {refining.LIKE_Q:.0f} times as wide or narrow"
+                    f"silo '{view.silo}': the final q is not near the one of the last round that was answered, or none "
+                    f"was: it is more than {refining.FROM_Q:.0f} sds off, or more than {refining.LIKE_Q:.0f} times as "
+                    "wide or narrow"
                 )
             return Answer({**own, **self._at_the_end(message, local, view, views)}, local)
         if message.phase == REFINE:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.natural import Natural
-from secure_fvi.algorithms.pvi import PVIState
+from secure_fvi.algorithms.pvi import FINISH, PVIState
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND
@@ -68,6 +68,12 @@ class World(NamedTuple):
                 messages = exchanges.send(replies)
         except StopIteration:
             pass
+
+    def end_at(self, q: Natural) -> None:
+        """As if one round was answered at this q, and the final sum came next."""
+        self.server.state = self.server.state._replace(algorithm=self.state._replace(q=q, round=1, phase=FINISH))
+        for silo in self.engine.silos.values():
+            silo.local = silo.local._replace(asked=q.pack())
 
     def product(self) -> Natural:
         """The prior's factor times all silos' sites, as each silo would have it at the next broadcast."""

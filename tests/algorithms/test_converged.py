@@ -54,7 +54,7 @@ def _rest_at(q: Natural) -> Any:
     """What the final sum says of q, whatever the silos' sites are."""
     silos, _ = make_regression(SIZES)
     world = build(REGRESSION, silos, sf.PVI(**EXACT))
-    world.server.state = world.server.state._replace(algorithm=world.state._replace(q=q, round=1, phase=FINISH))
+    world.end_at(q)
     world.round()
     return world.state.rest
 

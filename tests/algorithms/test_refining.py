@@ -42,7 +42,7 @@ SIZES = (7, 30, 12)
 def _final(model: Any, silos: list[dict[str, Tensor]], q: Natural, algorithm: Any = None) -> World:
     """After all sums from the final one on, at q."""
     world = build(model, silos, algorithm or sf.PVI(family="full"))
-    world.server.state = world.server.state._replace(algorithm=world.state._replace(q=q, round=1, phase=FINISH))
+    world.end_at(q)
     world.round()
     while world.state.phase != ROUND_PHASE:
         world.round()
@@ -643,7 +643,7 @@ def test_nothing_but_refining_follows_the_final_sum() -> None:
     silos, exact = make_regression(SIZES)
     world = build(REGRESSION, silos, sf.PVI(family="full"))
     q = _moved(exact, 0.5, 0.7)
-    world.server.state = world.server.state._replace(algorithm=world.state._replace(q=q, round=1, phase=FINISH))
+    world.end_at(q)
     world.round()
     before = world.server.state
     assert world.state.phase == REFINE
@@ -829,7 +829,8 @@ def _laplace(x: Tensor, y: Tensor) -> None:
 class _Asker:
     """A server that names what it likes, of silos under whole masked sums and a strict site's limits."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun: bool = True) -> None:
+        """begun: whether a round was answered; else the sites are no strict ones, and allow rounds without them."""
         rng = np.random.default_rng(5)
         self.y = [torch.tensor(rng.normal(0, 3, n).round(3)) for n in (6, 7, 5)]
         silos = [{"x": torch.tensor(rng.normal(size=len(y))), "y": y} for y in self.y]
@@ -839,10 +840,11 @@ class _Asker:
         self.server, self.silos = server, engine.silos
         self.program: Any = server.program
         for silo in self.silos.values():
-            silo.limits = Limits(rounds=20, lacking=True, left_out=3, unused=0)
+            silo.limits = Limits(20, 0 if begun else 1, 0 if begun else 20, lacking=True, left_out=3, unused=0)
         self.last: Broadcast = self.program.broadcast(self.program.init(), 1, {})
         self.last = self.last._replace(accepted=dict.fromkeys(self.silos, 0))
-        self.total(self.last)
+        if begun:
+            self.total(self.last)
 
     def exchange(self, messages: Any) -> dict[str, bytes]:
         return {name: self.silos[name].handle(SUM + m) for name, m in messages.items()}
@@ -866,9 +868,12 @@ class _Asker:
         self.message = last._replace(
             round=1, sum_index=last.sum_index + 1, phase=phase, tensors=tensors,
             scalars={ITERATION: float(sums)} if phase == REFINE else {},
-            accepted=dict.fromkeys(self.silos, last.sum_index),
-            sums=((last.sum_index, last.round, last.phase, int(last.scalars.get(ITERATION, 0))),),
         )  # fmt: skip
+        if any(silo.past.answers for silo in self.silos.values()):
+            self.message = self.message._replace(
+                accepted=dict.fromkeys(self.silos, last.sum_index),
+                sums=((last.sum_index, last.round, last.phase, int(last.scalars.get(ITERATION, 0))),),
+            )
         return self.total(self.message)
 
     def restart(self) -> None:
@@ -894,6 +899,19 @@ def _kinks(x: np.ndarray, nats: np.ndarray, n: int) -> np.ndarray:
     s, f, x = whole[clean], nats[:-1][clean], x[:-1][clean]
     at = np.flatnonzero(np.diff(s))
     return np.asarray((f[at + 1] - s[at + 1] * x[at + 1] - f[at] + s[at] * x[at]) / (s[at] - s[at + 1]))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_no_final_sum_comes_before_a_round(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of silos whose sites allow rounds without them, asked for the final sum first, at a q of the server's own. The
+    control does not hold them to a round, and they answer."""
+    asker = _Asker(begun=False)
+    if not held:
+        monkeypatch.setattr(PVIProgram, "_follows", lambda self, q, asked: True)
+        assert asker.ask(FINISH, _wide(NEEDLE, THIN))["records"] == sum(map(len, asker.y))
+        return
+    with pytest.raises(ProtocolError, match="not near the one of the last round that was answered, or none was"):
+        asker.ask(FINISH, _wide(NEEDLE, THIN))
 
 
 @pytest.mark.parametrize("held", ["not at all", "by the rounds", "by the final sum"])
