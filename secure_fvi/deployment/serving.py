@@ -243,6 +243,7 @@ class Hub:
         tls = home.credentials([*self._roster.of_role("silo"), *self._roster.of_role("holder")])
         line = Line(self.offer.silos, self.offer.job, home, self._patience, [self._holder] if self._holder else [])
         self.engine = federation.carrier(line, federation.listen, tls, self._admit, self._roster.hash)
+        self.engine.sends = lambda messages: self._write_down(messages, dict.fromkeys(messages))
         self.engine.watch = self._write_down
         self._at = ("joining", 0, 0)  # phase, round, and how many there are at most
         self._teller = Teller(home.path, self._stand)
@@ -444,12 +445,14 @@ class Hub:
 
         countersign(self._of.home, self._roster, self._trail, sites, exchange)
 
-    def _write_down(self, messages: Mapping[str, bytes], replies: Mapping[str, bytes]) -> None:
+    def _write_down(self, messages: Mapping[str, bytes], replies: Mapping[str, bytes | None]) -> None:
+        """Those who answered, and, before anything goes out, all with nothing in place of answers: a site may have
+        written down what it was asked when this process is killed."""
         first = next(iter(messages.values()), b"")
         if first[:1] == SEEN:  # receipts are rows of their own
             return
         step = talk.STEPS.get(first[:1], talk.STEPS[SUM])
-        rows = [Exchange(silo, step, replies.get(silo), sent) for silo, sent in messages.items()]
+        rows = [Exchange(silo, step, reply, messages[silo]) for silo, reply in replies.items()]
         self._trail.exchanges(self.offer.job, rows)
 
     def _kept_session(self, joined: Mapping[str, talk.Joined]) -> talk.Open | None:

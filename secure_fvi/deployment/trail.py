@@ -3,10 +3,10 @@
 A chain of signed rows in `audit-log.sqlite`, built as the privacy ledger's: append-only, each row hashed over the one
 before, the head countersigned by other members. It holds names, times, sizes and SHA-256 digests, never a message.
 
-Every row is written before the answer leaves, so that a killed process has no gap. The last row of a write is signed,
-and answers for those before it. A row of an exchange is forced to
-the disk with a later one, at the latest after `SYNC_ROWS` rows, `SYNC_SECONDS` or the job's end: a loss of power can
-cost that many rows of evidence (never of privacy: the ledger forces its own). All other rows are forced at once.
+Every row is written before the answer leaves, and a server's before it asks as well, so that a killed process has no
+gap. The last row of a write is signed, and answers for those before it. A row of an exchange is forced to the disk with
+a later one, at the latest after `SYNC_ROWS` rows, `SYNC_SECONDS` or the job's end: a loss of power can cost that many
+rows of evidence (never of privacy: the ledger forces its own). All other rows are forced at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MOST_ASKED = 1000
 
 
 class Exchange(NamedTuple):
-    """One message in, one out, with one peer; None where there was none (a peer that did not answer).
+    """One message in, one out, with one peer; None where there was none: of a server's question before it goes out, by
+    a row that another follows once it is answered.
 
     step: of the protocol, for readers, such as "Contribution".
     release: what the ledger charged for what left ("gradient 17"), or nothing.
@@ -130,7 +131,7 @@ class Trail(Book["TrailChain"]):
         self._durable(CLOSE, {"job": job, "outcome": outcome})
 
     def exchanges(self, job: str, seen: Sequence[Exchange]) -> None:
-        """What was exchanged, in one write: before a site's answer leaves, after a server has its answers.
+        """What was exchanged, in one write: before a site's answer leaves; before a server asks, and after.
 
         Raises SecureFVIError where it cannot be written, or the job was not accepted; nothing may leave then.
         """
@@ -242,7 +243,7 @@ class Exchanged(NamedTuple):
 
 @dataclass
 class JobRecord:
-    """A job in a log. Bytes are of messages; exchanges counts those of all peers."""
+    """A job in a log. Bytes are of messages; exchanges counts those of all peers, a question with its answer once."""
 
     job: str
     accepted: bool
@@ -264,6 +265,7 @@ class TrailChain(ChainReader):
         self.roster: bytes | None = None
         self.policy: bytes | None = None
         self.last: Exchanged | None = None  # of the newest row, where it is an exchange
+        self._open: dict[tuple[str, str], bytes] = {}  # by job and peer, the last question, until its answer comes
         self._asked: tuple[int, int] = (0, 0)  # a day since 1970, its rows of jobs and notes
 
     def apply(self, row: Row, fields: dict[str, Any]) -> None:
@@ -302,10 +304,14 @@ class TrailChain(ChainReader):
 
     def _exchange(self, e: Exchanged) -> None:
         record = self.check_open(e.job)
-        record.exchanges += 1
+        question = e.sent.digest if e.sent else b""
+        known = e.received is not None and self._open.pop((e.job, e.peer), None) == question
+        record.exchanges += not known
         record.releases += bool(e.release)
         record.bytes_received += e.received.size if e.received else 0
-        record.bytes_sent += e.sent.size if e.sent else 0
+        record.bytes_sent += e.sent.size if e.sent and not known else 0
+        if e.received is None:
+            self._open[e.job, e.peer] = question
         self.last = e
 
     def check_open(self, job: object) -> JobRecord:

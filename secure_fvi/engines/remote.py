@@ -55,18 +55,20 @@ class Remote(Transport):
         self._absent: set[str] = set()  # missed a deadline and are not waited for
 
     def ask(self, party: str, message: bytes) -> bytes:
-        """The reply of one of `others`, waited for as long as it takes; counted nowhere, but told to `watch`.
+        """The reply of one of `others`, waited for as long as it takes; counted nowhere, but told to `sends`
+        and `watch`.
 
         Raises ProtocolError where it refuses, SessionLost where it needs a new session.
         """
+        if self.sends is not None:
+            self.sends({party: message})
         patience, self.patience = self.patience, Patience("wait")
-        replies: dict[str, bytes] = {}
         try:
             replies = self._deliver({party: message})
         finally:
             self.patience = patience
-            if self.watch is not None:  # what was asked is told of, whatever came of it
-                self.watch({party: message}, replies)
+        if self.watch is not None:
+            self.watch({party: message}, replies)
         return replies[party]
 
     def waiting(self) -> tuple[int, list[str]]:

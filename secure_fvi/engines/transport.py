@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from secure_fvi.aggregation.base import Exchanges, carry
-from secure_fvi.errors import SecureFVIError
 
 if TYPE_CHECKING:
     from secure_fvi.silo import Kept, Silo
@@ -27,7 +26,9 @@ class Transport(ABC):
         self.bytes_up: dict[str, int] = dict.fromkeys(names, 0)  # by silo
         self.bytes_down: dict[str, int] = dict.fromkeys(names, 0)
 
-    #: Told of every exchange once it is over: what was sent and what came back.
+    #: Told of what is sent, before it is.
+    sends: Callable[[Mapping[str, bytes]], None] | None = None
+    #: Told of every exchange that comes about, once it is over: what was sent and what came back.
     watch: Callable[[Mapping[str, bytes], Mapping[str, bytes]], None] | None = None
 
     @property
@@ -39,12 +40,9 @@ class Transport(ABC):
     def exchange(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
         """One message to each named silo, one reply from each that answered in time."""
         self.exchanges += 1
-        try:
-            replies = self._deliver(messages)
-        except SecureFVIError:
-            if self.watch is not None:  # what was asked is told of, whatever came of it
-                self.watch(messages, {})
-            raise
+        if self.sends is not None:
+            self.sends(messages)
+        replies = self._deliver(messages)
         for silo, message in messages.items():
             self.bytes_down[silo] += len(message)
         for silo, reply in replies.items():

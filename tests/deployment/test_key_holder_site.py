@@ -338,11 +338,13 @@ def test_the_server_waits_for_it_also_where_it_drops_silos(world: World) -> None
     def handle(job: str, message: bytes) -> bytes:
         if message == b"no":
             raise ProtocolError("for this reason")
+        seen.append((message, "is there"))
         return b"answer to " + message
 
     line = Line(["north"], "job-1", hub, Patience("drop", 0.05, 1), [HOLDER])
     server = StreamServer(line, "127.0.0.1:0", tls_of(hub), admit, hub.roster(NOW).hash)
     seen: list[tuple[Any, Any]] = []
+    server.sends = lambda messages: seen.append((dict(messages), None))
     server.watch = lambda messages, replies: seen.append((dict(messages), dict(replies)))
     late: list[Dialer] = []
     try:
@@ -354,7 +356,9 @@ def test_the_server_waits_for_it_also_where_it_drops_silos(world: World) -> None
             server.ask(HOLDER, b"no")
         assert server.patience == line.patience
         assert (server.exchanges, server.bytes_up, server.bytes_down) == (0, {"north": 0}, {"north": 0})
-        assert seen == [({HOLDER: b"one"}, {HOLDER: b"answer to one"}), ({HOLDER: b"no"}, {})]
+        one, no = {HOLDER: b"one"}, {HOLDER: b"no"}
+        # What is sent is told of before it goes: a process that is killed in between has written it down.
+        assert seen == [(one, None), (b"one", "is there"), (one, {HOLDER: b"answer to one"}), (no, None)]
     finally:
         server.close()
         for dialer in late:

@@ -291,6 +291,23 @@ def test_losses_on_the_way_are_counted(pair: Pair) -> None:
     assert (found.agreed, found.lost_answers, found.unanswered) == (12, 1, 1)
 
 
+def test_a_question_is_in_the_servers_log_before_its_answer(pair: Pair) -> None:
+    """Written down before it went, and again with its answer: one exchange, and no loss. Of a server that was killed in
+    between the first row is there, and the logs agree. The control: one that had written nothing yet is found."""
+    chain, before = pair.server.chain, dataclasses.replace(pair.server.chain.jobs["job-1"])
+    pair.server.exchanges("job-1", [Exchange("north", "x", None, b"ask")])
+    pair.exchange(b"ask", b"answer")
+    after = chain.jobs["job-1"]
+    counts = [(r.exchanges, r.bytes_sent, r.bytes_received) for r in (before, after)]
+    assert [b - a for a, b in zip(*counts, strict=True)] == [1, len(b"ask"), len(b"answer")]
+    assert compare(pair.site_file, pair.server_file).lost_answers == 0
+    pair.site.exchanges("job-1", [Exchange("hub", "x", b"next", b"its answer")])
+    with pytest.raises(ProtocolError, match="which 'hub' does not say it sent"):
+        compare(pair.site_file, pair.server_file)
+    pair.server.exchanges("job-1", [Exchange("north", "x", None, b"next")])
+    assert compare(pair.site_file, pair.server_file).lost_answers == 1
+
+
 def test_a_server_that_tells_of_another_job_is_found(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     pair.exchange(*MESSAGES[0])
