@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,20 @@ from deployment_world import World
 
 import secure_fvi as sf
 from secure_fvi.checkpoints import StoreCheckpoints
+from secure_fvi.deployment import trail_verify
 from secure_fvi.deployment.holding import DurableSilo, open_held
 from secure_fvi.deployment.site_job import SiteJob
 from secure_fvi.deployment.trail import Trail
 from secure_fvi.deployment.trail_verify import compare, verify
 from secure_fvi.driving import Progress
+from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
-from secure_fvi_lab.bench.kills import campaign
+from secure_fvi.runs.config import parse
+from secure_fvi_lab.bench.kills import KINDS, campaign, table
+from secure_fvi_lab.bench.world import HUB, Parties, posterior
 
 _DP = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
 
@@ -152,6 +157,60 @@ def test_killed_at_random_moments_jobs_find_what_they_should(
     assert found["faults"] == [], told
     assert sum(row["kills"] for row in found["kills"]) == kills
     assert all(row["kills"] for row in found["kills"])
+
+
+@pytest.mark.slow
+def test_a_server_killed_once_the_silos_have_ended_the_job_ends_it_too(tmp_path: Path) -> None:
+    """As by the last kill of a campaign: it asks the silos again, and they are there. With silos that leave with the
+    job, as `--once` says, it waited for them without end."""
+    kind = KINDS["masked PVI"]._replace(algorithm={"name": "pvi", "rounds": 3, "local_steps": 5})
+    parties, until = Parties(tmp_path / "job", table(kind, "wait", 1.0), ["east", "north", "south"]), 0.0
+    try:
+        for name in parties.homes:
+            parties.start(name)
+        until = time.monotonic() + 240
+        while not all(any((parties.homes[s].path / "results").glob("*.safetensors")) for s in parties.silos):
+            assert time.monotonic() < until, parties.log(HUB)[-2000:]
+            time.sleep(0.02)
+        assert parties.kill(HUB), "it had left already"
+        parties.start(HUB)
+        assert parties.wait(HUB, 120) == 0, parties.log(HUB)[-2000:]
+    finally:
+        parties.stop()
+    assert (parties.out / "posterior.safetensors").read_bytes() == posterior(parse(table(kind, "wait", 1.0), "here"))
+
+
+@pytest.mark.slow
+def test_a_server_killed_while_it_asks_has_said_so(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sites have written down a question of which the server has no answer yet, and their logs accuse nobody. The
+    control: without the rows that it wrote before it asked, they do."""
+    job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"})
+    deliver = StreamServer._deliver
+
+    def dying(self: StreamServer, messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        replies = deliver(self, messages)
+        if next(iter(messages.values()))[:1] == ROUND:
+            raise Killed
+        return replies
+
+    monkeypatch.setattr(StreamServer, "_deliver", dying)
+    with pytest.raises(Killed):
+        job.run()
+    north, hub = world.homes["north"].log_file, world.homes["hub"].log_file
+    found = compare(north, hub)
+    assert found.lost_answers == 1
+    assert verify(hub).jobs[found.jobs[0]].exchanges == 3 * (found.agreed + 1)
+    held = trail_verify._exchanges
+
+    def after(path: Any) -> Any:
+        party, seen, jobs = held(path)
+        return party, {job: [e for e in of if e.received is not None] for job, of in seen.items()}, jobs
+
+    monkeypatch.setattr(trail_verify, "_exchanges", after)
+    with pytest.raises(ProtocolError, match="which 'hub' does not say it sent"):
+        compare(north, hub)
 
 
 @pytest.mark.parametrize("at", ["before the secrets go", "before the log is closed"])

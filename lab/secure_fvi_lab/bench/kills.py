@@ -266,7 +266,7 @@ def _kill(
         role = choose(roles)
         victim = rng.choice([p for p in parties.homes if parties.role(p) == role])
         before = parties.rounds()
-        if not parties.kill(victim):
+        if parties.left(HUB) is not None or not parties.kill(victim):
             break  # the job is over, or has failed: its exit code tells
         killed, at = Kill(role, before), time.monotonic()
         if role == "silo" and deadline:

@@ -122,7 +122,8 @@ class Parties:
             arguments = ["server", "start", str(self.path), "--home", home, "--out", str(self.out)]
             arguments += ["--listen", f"127.0.0.1:{self.port}"]
         else:
-            arguments = [self.role(name), "start", "--home", home, "--server", f"127.0.0.1:{self.dialled}", "--once"]
+            # Not `--once`: a server that was killed as the job ended needs them again.
+            arguments = [self.role(name), "start", "--home", home, "--server", f"127.0.0.1:{self.dialled}"]
             arguments += ["--repeatable"] if self.role(name) == "silo" else []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
@@ -131,7 +132,7 @@ class Parties:
         self._processes[name] = process
 
     def kill(self, name: str) -> bool:
-        """SIGKILL. Whether the party was still at work."""
+        """SIGKILL. Whether its process was still there."""
         self._processes[name].kill()
         self._processes[name].join()
         return bool(self._processes[name].exitcode == -9)
