@@ -171,7 +171,7 @@ def read_coded(
     only: Iterable[str] | None = None,
     memory: str = MEMORY,
     seconds: float = SECONDS,
-    spoilt: bool = False,
+    spoilt: str | None = None,
     columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Coded:
     """The columns of `dictionary` (of those, `only`), coded. Raises DataError, which names columns and rows.
@@ -181,18 +181,21 @@ def read_coded(
     records a query sees as columns; left out, those of the dictionary.
     Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted. spoilt: each
     row with a cell that does not fit, and each line of a CSV that cannot be read, is left out, whatever the others are,
-    and so are all rows of an id that stands twice; none may be left. So a record follows from its own row, or counts
-    as nothing, and no refusal tells of it.
+    and so are all rows whose id stands twice in the column of that name, where a row is a record; "" where it is not.
+    None may be left. So a record follows from its own row, or counts as nothing, and no refusal tells of it.
     """
-    found = check_table(files, dictionary, query, only, memory, seconds, spoilt, columns)
-    return _unspoilt(found, missing) if spoilt else _fitting(found, missing, remedy(found.findings))
+    found = check_table(files, dictionary, query, only, memory, seconds, spoilt is not None, columns)
+    return _unspoilt(found, missing, spoilt) if spoilt is not None else _fitting(found, missing, remedy(found.findings))
 
 
-def _unspoilt(found: Coded, missing: Missing) -> Coded:
-    """The rows that fit, none perhaps. A row whose id stands in another one goes with it: to keep the first would let a
-    record that joins take the place of one that is there."""
+def _unspoilt(found: Coded, missing: Missing, own: str) -> Coded:
+    """The rows that fit, none perhaps. A record whose `own` id stands in another one goes with it: to keep the first
+    would let a record that joins take the place of one that is there. In another column that is unique nobody looks for
+    values that stand twice: there a record would take as many away as it has such values."""
     fits, said = np.ones(found.read, dtype=bool), list(found.spoilt)
     for finding in found.findings:
+        if finding.what == _AGAIN and finding.column != own:
+            continue
         fits[finding.rows - 1] = False
         if finding.what == _AGAIN:
             values = found.columns[finding.column]

@@ -135,7 +135,7 @@ def test_rows_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path, e
     def kept(*rows: list[str]) -> list[int]:
         path = tmp_path / f"t.{ending}"
         path.unlink(missing_ok=True)
-        found = read_coded(write(path, [*good, *rows], list(d.columns)), d, spoilt=True)
+        found = read_coded(write(path, [*good, *rows], list(d.columns)), d, spoilt="id")
         assert found.findings == ()
         assert len(found.spoilt) == len(rows)
         return found.columns["id"].tolist()
@@ -150,6 +150,23 @@ def test_rows_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path, e
         read_coded(tmp_path / f"t.{ending}", d)
 
 
+@pytest.mark.parametrize("own", ["record_id", ""])
+def test_one_record_takes_no_other_away(tmp_path: Path, own: str) -> None:
+    """By a value that is another's in each of its unique columns, or in each of its rows: of a row that is a record the
+    record's own id alone counts, and of one that is a part of one none. The control: were serials what counts."""
+    d = Dictionary({"record_id": Column("integer"), "serial": Column("integer", unique=True), "x": Column("number")})
+    rows = [[str(k), str(100 + k), f"{k}.5"] for k in range(6)]
+
+    def gone(*more: list[str], own: str = own) -> set[float]:
+        file = write(tmp_path / "t.csv", [*rows, *more], list(d.columns))
+        return {k + 0.5 for k in range(6)} - set(read_coded(file, d, spoilt=own).columns["x"].tolist())
+
+    joins = [[str(k + 20), str(100 + k), "9.5"] for k in range(4)], [["2", "103", "9.5"]]
+    assert gone(*joins[0]) == set()
+    assert gone(*joins[1]) == ({2.5} if own else set())
+    assert gone(*joins[0], own="serial") == {0.5, 1.5, 2.5, 3.5}
+
+
 def test_lines_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path) -> None:
     """The control: any of them is refused. What takes in the lines behind it is no line's own fault."""
     path, d = tmp_path / "t.csv", Dictionary({"a": Column("integer"), "b": Column("integer")})
@@ -158,12 +175,12 @@ def test_lines_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path) 
         path.write_bytes(good + line + b"\n8,8\n")
         with pytest.raises(DataError):
             read_coded(path, d)
-        found = read_coded(path, d, spoilt=True)
+        found = read_coded(path, d, spoilt="")
         closed = not line.startswith(b'"')
         assert found.columns["a"].tolist() == [*range(5), *([8] if closed else [])]
         assert re.fullmatch(r"'.*t.csv': lines that cannot be read, [67]", found.spoilt[0])
     path.write_bytes(b"a,b\n1,x\n")
-    assert not len(read_coded(path, d, spoilt=True).columns["a"])
+    assert not len(read_coded(path, d, spoilt="").columns["a"])
 
 
 def test_nan_of_a_column_of_numbers_is_a_gap(tmp_path: Path) -> None:
@@ -897,7 +914,7 @@ def test_a_key_of_one_record_changes_no_name_of_a_query(tmp_path: Path, what: st
         files["more"].write_text("\n".join(map(json.dumps, [*more, last])))
         columns = {"data": seen, "more": ["person", "x"]}
         if checked:
-            return read_coded(files, d, query, "drop", columns=columns, spoilt=True).columns["x"].tolist()[:4]
+            return read_coded(files, d, query, "drop", columns=columns, spoilt="").columns["x"].tolist()[:4]
         with opened(files, query) as table:
             return table.fetch(f"SELECT c{list(table.types).index('x')} AS x FROM {table.rows}")["x"].tolist()[:4]
 
@@ -923,7 +940,7 @@ def test_a_record_of_json_changes_no_other(tmp_path: Path, query: str | None) ->
             ages({"AGE": 50})
     else:  # which makes 0 of a gap
         assert ages({"AGE": 50}) == [30, 31, 32]
-    assert read_coded(path, d, query, spoilt=True).columns["age"].tolist()[-3:] == [30, 31, 32]
+    assert read_coded(path, d, query, spoilt="").columns["age"].tolist()[-3:] == [30, 31, 32]
     with duckdb.connect() as plain:
         by_names = f"read_json('{path}', columns={{AGE: 'VARCHAR', y: 'VARCHAR'}})"
         assert plain.execute(f"SELECT age FROM {by_names} OFFSET 1").fetchall() == [(None,)] * 3

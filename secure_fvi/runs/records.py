@@ -114,16 +114,23 @@ def _read(
     only: Iterable[str] | None = None,
     missing: Missing | None = None,
     spoilt: list[str] | None = None,
+    own: str = RECORD_ID,
 ) -> Coded:
     """The columns of a table, of those `only`, and in this site's log how many rows were left out. spoilt: is told of
-    those that cannot be read, which are left out too."""
+    those that cannot be read, which are left out too. own: the column of records' ids, if any."""
     query, said = (silo.query, silo.missing) if silo is not None else (None, None)
     files = _files(path, silo)
     read_coded: Callable[..., Coded] = named(TABLES, "data", path.suffix.lower())
     columns = silo.columns if silo is not None else None
     with _columns_hint(query, files):
         found = read_coded(
-            files, coding, query, missing or said or "refuse", only, spoilt=spoilt is not None, columns=columns
+            files,
+            coding,
+            query,
+            missing or said or "refuse",
+            only,
+            spoilt=None if spoilt is None else own,
+            columns=columns,
         )
     if spoilt is not None:
         spoilt += found.spoilt
@@ -334,7 +341,8 @@ def formula_rows(silo: SiloFile, key: str, model: MixedModel, spoilt: list[str] 
     path = Path(silo.data)
     with _named(path, f"silo '{silo.id}' ({key})"):
         dictionary, missing = _of_formula(silo, model)
-        found = _read(path, dictionary, silo, {*model.columns, *silo.complete}, missing, spoilt)
+        own = RECORD_ID if model.record_label is None else ""  # records that are groups of rows have no column of ids
+        found = _read(path, dictionary, silo, {*model.columns, *silo.complete}, missing, spoilt, own)
         used = {name: found.columns[name] for name in found.columns if name in model.columns}
         return found._replace(columns=used, names={name: found.names[name] for name in found.names if name in used})
 
