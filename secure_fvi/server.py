@@ -15,6 +15,7 @@ import numpy as np
 
 from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
 from secure_fvi.algorithms.base import CLIP, ITERATION, Broadcast, ServerProgram, Step
+from secure_fvi.errors import AggregationError
 from secure_fvi.messages import ROUND, SUM, encode_broadcast, question_digest
 from secure_fvi.privacy.noise import NoiseSource, curated
 
@@ -134,13 +135,18 @@ class Server:
         self, cohort: tuple[str, ...], survivors: tuple[str, ...], count: FloatArray | None
     ) -> tuple[int | None, float]:
         """N where it is known, and the factor for silos that are not in the total: J / m for a drawn cohort,
-        N / sum N_j after losses."""
+        N / sum N_j after losses. Raises AggregationError where silos say that they have no records."""
         records = self.state.records
         if count is not None:
             if len(cohort) == len(self.problem.silos) and survivors == cohort:
-                records = int(count)
+                records = max(records or 0, int(count))  # a silo that is in a merge no more counts none of its own
             if survivors != cohort and records is not None:
-                return records, records / int(count)
+                if int(count) < 1:
+                    raise AggregationError(
+                        f"the {len(survivors)} silos of a total say that they have {int(count)} records in all; one of "
+                        "them tells a wrong number"
+                    )
+                return records, max(1.0, records / int(count))
         return records, len(self.problem.silos) / len(survivors)
 
 

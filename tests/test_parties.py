@@ -107,6 +107,20 @@ def test_an_abandoned_sum_never_gives_its_index_again() -> None:
     assert set(server.state.accepted.values()) == {2}
 
 
+def test_a_wrong_number_of_records_ends_no_server() -> None:
+    """One of the silos of a total that lacks another says how many all have. The control: an honest number."""
+    problem = make_intercepts()
+    server = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False)[0]
+    server.state = server.state._replace(records=40)
+    silos = server.problem.silos
+    assert server._absent(silos, silos[1:], np.array(10.0)) == (40, 4.0)
+    assert server._absent(silos, silos[1:], np.array(50.0)) == (40, 1.0)
+    assert server._absent(silos, silos, np.array(30.0)) == (40, 1.0)  # one of them is in this merge no more
+    for said in (0.0, -7.0):
+        with pytest.raises(AggregationError, match="one of them tells a wrong number"):
+            server._absent(silos, silos[1:], np.array(said))
+
+
 def _broadcast() -> Broadcast:
     tensors = {"z_global": torch.tensor([1.0, 2.0]), "theta/t": torch.ones(2, 3, dtype=torch.float32)}
     return Broadcast(3, 4, {"a": 2, "b": 1}, ("a", "b"), {"scale": 0.5}, tensors)

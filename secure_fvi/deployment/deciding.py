@@ -19,6 +19,7 @@ from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import JobEntry, Trail
 from secure_fvi.dictionary import read_dictionary
 from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError, SessionLost
+from secure_fvi.privacy.ledger_account import read_ledger
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.records import formula_columns
 from secure_fvi.silo import UNANSWERABLE
@@ -129,6 +130,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         data = check(offer, policy, home.role, roster, home.id)
         if home.role == "silo":
             _check_answered(offer, trail, policy)
+            _check_budget(home, offer)
     except SecureFVIError as error:
         trail.job(job_entry(offer, policy.hash, accepted=False, reason=printable(str(error))))
         raise
@@ -160,6 +162,19 @@ def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:
             f"job '{offer.job}' is outside this site's policy: {len(met)} jobs asked what the records of "
             f"'{offer.data_set}' could not answer (max_unanswered = {policy.max_unanswered}), the last '{met[-1]}'; "
             "see why in the site's log, and raise it to let more in"
+        )
+
+
+def _check_budget(home: Home, offer: JobOffer) -> None:
+    """Raises PolicyError for a job without differential privacy on a data set with a budget in the ledger: that of its
+    first private job, where the policy states none."""
+    if offer.config.privacy is not None or not home.ledger_file.exists():
+        return
+    budget = read_ledger(home.ledger_file, home.id)[home.id].budget(offer.data_set)
+    if budget is not None:
+        raise PolicyError(
+            f"job '{offer.job}' is outside this site's policy: it has no differential privacy, and the ledger has a "
+            f"budget of epsilon {budget.epsilon:g} for data set '{offer.data_set}', which exact totals do not keep to"
         )
 
 

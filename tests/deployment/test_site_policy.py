@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment.countersigning import open_trail
+from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.deciding import FINISHED, decide
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
@@ -23,6 +24,7 @@ from secure_fvi.deployment.policy import SitePolicy, read_policy, write_template
 from secure_fvi.deployment.policy_check import check, check_terms, unjudged
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
+from secure_fvi.privacy.ledger_terms import Budget
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.runs import wording
@@ -185,6 +187,20 @@ def test_exact_totals_keep_to_no_budget(site: Site) -> None:
     assert says in site.refused(plain, data=site.table["data"], **rules)
     check(plain, site.policy(**rules))
     check(private, site.policy(data=site.table["data"], **rules))
+
+
+@pytest.mark.parametrize("budgeted", [True, False])
+def test_nor_to_one_that_the_ledger_alone_has(site: Site, world: World, budgeted: bool) -> None:
+    """The first private job's, where the policy states none. The control: a ledger that knows of none on this data."""
+    home, hub = world.homes["north"], world.homes["hub"].identity()
+    plain = site.offer(config(privacy=None, algorithm={"name": "sfvi", "iterations": 100}), data_set="cohort")
+    models = [{"hash": plain.model.hex(), "function": "model.py:mean"}]
+    site.policy(model=models, privacy={**site.table["privacy"], "dp": "optional"})
+    with closing(open_ledger(home)) as ledger, closing(open_trail(home)) as trail:
+        ledger.set_budget(Budget("cohort" if budgeted else "others", 1.0, 1e-6))
+        said = "the ledger has a budget of epsilon 1 for data set 'cohort'"
+        with pytest.raises(PolicyError, match=said) if budgeted else nullcontext():
+            decide(home, sign_offer(plain, hub), trail, NOW, met=True)
 
 
 def test_a_job_must_state_its_epsilon(site: Site) -> None:
