@@ -112,7 +112,10 @@ _UNFIT, _LONGEST = "unfit", 2000
 #: What comes of it.
 _UNUSED = "none of them is used in this job, which is charged like any other, and what leaves is noise"
 _LEFT_OUT = "the job goes on without the records that cannot be read, and with the others as they are"
-_SPOILT = "no total of this job comes about any more, and whose data are why is told to nobody"
+_SPOILT = (
+    "no total of this job with this silo in it comes about any more, and why is told to nobody; whose data it was "
+    "shows where others' totals come about without it"
+)
 
 
 class Unfit:

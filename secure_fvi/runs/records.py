@@ -381,7 +381,7 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
         elif path.suffix.lower() in OBJECTS:
             raise InputError(_BY_RECORDS)
         else:
-            with _reader(path).opened(_files(path, own), own.query) as table:
+            with _reader(path).opened(_files(path, own), own.query, spoilt=True) as table:
                 dictionary, only = _numbers(table.types), list(table.types)
         dictionary.check_reviewed(only)
         _check_columns(path, own, only)

@@ -185,6 +185,10 @@ def test_a_schema_follows_from_no_record(cli: CommandLine, tmp_path: Path) -> No
             assert ids.tolist() == ([0, 1] if coded else [1, 2])
             known = schema_beforehand(job, "a", None, torch.float64)
             assert [(n, tuple(t.shape[1:]), t.dtype) for n, t in sorted(rows.items())] == list(known.fields)
+            for bad in (b"\xff", b"\r", b"\xff\r", b'"') if ending == "csv" else ():
+                lines[1] = lines[1].replace("1.0", "1")
+                (tmp_path / "t.csv").write_bytes("\n".join([*lines, ""]).encode() + lines[1].encode() + bad + b"\n")
+                assert schema_beforehand(job, "a", None, torch.float64) == known
     (tmp_path / "t.json").write_text('[{"y": 1, "x": 2}, {"y": 3, "z": 4}]')
     with pytest.raises(InputError, match="which columns a JSON file has is said by its records"):
         silo_part(config("t.json", False), "a")
