@@ -130,7 +130,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         data = check(offer, policy, home.role, roster, home.id)
         if home.role == "silo":
             _check_answered(offer, trail, policy)
-            _check_budget(home, offer)
+            _check_ledger(home, offer, trail)
     except SecureFVIError as error:
         trail.job(job_entry(offer, policy.hash, accepted=False, reason=printable(str(error))))
         raise
@@ -165,16 +165,26 @@ def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:
         )
 
 
-def _check_budget(home: Home, offer: JobOffer) -> None:
+def _check_ledger(home: Home, offer: JobOffer, trail: Trail) -> None:
     """Raises PolicyError for a job without differential privacy on a data set with a budget in the ledger: that of its
-    first private job, where the policy states none."""
-    if offer.config.privacy is not None or not home.ledger_file.exists():
+    first private job, where the policy states none. Raises ProtocolError for a private job where the ledger lacks one
+    that the log has answers of: it is an old copy, whatever a server shows of what it has seen."""
+    chain = read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
+    budget = None if chain is None else chain.budget(offer.data_set)
+    if offer.config.privacy is None:
+        if budget is not None:
+            raise PolicyError(
+                f"job '{offer.job}' is outside this site's policy: it has no differential privacy, and the ledger has "
+                f"a budget of epsilon {budget.epsilon:g} for data set '{offer.data_set}', which exact totals do not "
+                "keep to"
+            )
         return
-    budget = read_ledger(home.ledger_file, home.id)[home.id].budget(offer.data_set)
-    if budget is not None:
-        raise PolicyError(
-            f"job '{offer.job}' is outside this site's policy: it has no differential privacy, and the ledger has a "
-            f"budget of epsilon {budget.epsilon:g} for data set '{offer.data_set}', which exact totals do not keep to"
+    known = set() if chain is None else set(chain.jobs)
+    answered = [n for n, r in trail.chain.jobs.items() if r.broadcasts and r.fields["epsilon"] is not None]
+    if lacking := [name for name in answered if name not in known]:
+        raise ProtocolError(
+            f"the ledger of '{home.id}' is older than its log: it lacks job '{lacking[0]}', which was answered under "
+            "privacy; a copy was restored, put the newest one back"
         )
 
 

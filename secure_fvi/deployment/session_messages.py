@@ -35,6 +35,7 @@ from secure_fvi.aggregation.messages import PROTOCOL, PROTOCOL_LIST, Codec
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.store import Store
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, session_id
+from secure_fvi.deployment.trail import BROADCAST
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, SUM
@@ -43,7 +44,7 @@ from secure_fvi.messages import ROUND, SUM
 JOIN, OPEN, END, MATCH, KNOWN = b"J", b"O", b"E", b"M", b"K"
 #: What each message is called in a paper trail.
 STEPS = {
-    JOIN: "join", MATCH: "matching", KNOWN: "response", OPEN: "open", END: "end", ROUND: "broadcast", SUM: "secure sum",
+    JOIN: "join", MATCH: "matching", KNOWN: "response", OPEN: "open", END: "end", ROUND: BROADCAST, SUM: "secure sum",
 }  # fmt: skip
 
 _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)}

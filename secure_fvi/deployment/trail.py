@@ -218,6 +218,8 @@ TRAIL = ChainKind(
     each_signed=False,
 )
 ROSTER, POLICY, JOB, EXCHANGE, NOTE, CLOSE = "roster", "policy", "job", "exchange", "note", "close"
+#: The step of a round's question and its answer.
+BROADCAST = "broadcast"
 #: What a server left out of a sum. A version that does not know such rows says so, and reads no log with them.
 OMISSION = "omission"
 DAY = 86_400_000_000  # microseconds
@@ -249,6 +251,7 @@ class JobRecord:
     accepted: bool
     fields: Mapping[str, Any] = field(repr=False)
     exchanges: int = 0
+    broadcasts: int = 0  # that were answered
     releases: int = 0
     bytes_received: int = 0
     bytes_sent: int = 0
@@ -307,6 +310,7 @@ class TrailChain(ChainReader):
         question = e.sent.digest if e.sent else b""
         known = e.received is not None and self._open.pop((e.job, e.peer), None) == question
         record.exchanges += not known
+        record.broadcasts += e.step == BROADCAST and e.sent is not None and e.received is not None
         record.releases += bool(e.release)
         record.bytes_received += e.received.size if e.received else 0
         record.bytes_sent += e.sent.size if e.sent and not known else 0

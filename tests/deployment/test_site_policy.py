@@ -17,11 +17,12 @@ from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
-from secure_fvi.deployment.deciding import FINISHED, decide
+from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import SitePolicy, read_policy, write_template
 from secure_fvi.deployment.policy_check import check, check_terms, unjudged
+from secure_fvi.deployment.trail import Exchange
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
 from secure_fvi.privacy.ledger_terms import Budget
@@ -201,6 +202,23 @@ def test_nor_to_one_that_the_ledger_alone_has(site: Site, world: World, budgeted
         said = "the ledger has a budget of epsilon 1 for data set 'cohort'"
         with pytest.raises(PolicyError, match=said) if budgeted else nullcontext():
             decide(home, sign_offer(plain, hub), trail, NOW, met=True)
+
+
+@pytest.mark.parametrize(("step", "epsilon"), [("broadcast", 0.9), ("broadcast", None), ("join", 0.9)])
+def test_a_ledger_that_lacks_what_was_answered_is_an_old_copy(
+    site: Site, world: World, step: str, epsilon: float | None
+) -> None:
+    """The log says so, whatever the server shows of what it has seen. The controls: a job without privacy, and one that
+    was let in and never answered, which the ledger need not know."""
+    home, hub = world.homes["north"], world.homes["hub"].identity()
+    site.policy()
+    with closing(open_ledger(home)), closing(open_trail(home)) as trail:
+        entry = job_entry(site.offer(), bytes(32), accepted=True)
+        trail.job(dataclasses.replace(entry, job="before", epsilon=epsilon))
+        trail.exchanges("before", [Exchange("hub", step, b"question", b"answer")])
+        old = step == "broadcast" and epsilon is not None
+        with pytest.raises(ProtocolError, match="it lacks job 'before'") if old else nullcontext():
+            decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
 
 
 def test_a_job_must_state_its_epsilon(site: Site) -> None:
