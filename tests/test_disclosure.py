@@ -46,6 +46,7 @@ OPEN = sf.PVI(schedule="asynchronous", reveal_changes=True)
         (sf.PVI(schedule="sequential", reveal_changes=True), sf.Plain(), None, ("single_silos", "final_likelihood")),
         (sf.VCL(reveal_changes=True), sf.Plain(), None, ("single_silos",)),
         (sf.Vertical(response="private"), sf.Masked(), None, ("person_rows",)),
+        (sf.Vertical(model="power", batch_size=1), sf.Masked(), None, ("person_rows", "sampled_records")),
         (sf.Vertical(), sf.Masked(), sf.RecordDP(**RECORD), ()),
         (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(public_counts=True, **RECORD), ("exact_counts",)),
         (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(objective_share=0.2, **RECORD), ("objective",)),

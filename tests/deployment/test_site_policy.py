@@ -332,6 +332,11 @@ def test_all_sites_of_a_job_let_as_many_of_its_sums_lack_silos(site: Site) -> No
     site.refused(job(max_differences=3), says, **rules, max_differences=2)
     check(job(max_differences=3), site.policy(**rules, max_differences=3))
     check(job(), site.policy(**rules))
+    # Where none is to be missing sums are whole, and not by a job's word: of shares t of 7 silos open one's term.
+    strict, says = {**rules, "max_missing": 0}, r"may lack 1 of the silos asked, by aggregation.max_missing"
+    site.refused(job(), says, **{**rules, **strict})
+    site.refused(job(max_differences=1, min_cohort=3), says, **{**rules, **strict, "max_differences": 1})
+    check(job(max_missing=0), site.policy(**{**rules, **strict}))
 
 
 def test_sums_after_the_rounds_count_and_have_to_be_listed(site: Site) -> None:

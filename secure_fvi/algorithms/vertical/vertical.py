@@ -130,8 +130,10 @@ class RunShape:
         }
         asked = drawn(silos, self.participation)
         sums = tuple(Sums(phase, self.rounds, what[phase], *asked) for phase in self.phases)
-        keeps = "its parameters' posterior"
-        return Declaration(self.rounds, sums, keeps, because=f"participation = {self.participation:g}", people=True)
+        keeps, because = "its parameters' posterior", f"participation = {self.participation:g}"
+        # Of batches nobody knows the share before the people are counted: it may be one person.
+        share = 1.0 if getattr(self, "batch_size", None) is None else 0.0
+        return Declaration(self.rounds, sums, keeps, share=share, because=because, people=True)
 
     def check_response(self) -> None:
         """Raise InputError for a model and a setting that do not go together."""
