@@ -239,8 +239,9 @@ def adjacency(unit: str, described: Sequence[Mapping[str, Any]] = ()) -> str:
     if unit == "silo":
         return "Two federations are neighbours if one has one institution more, with everything in it."
     replaced = (
-        "Two data sets are neighbours if the values that this institution holds of one person differ: its columns, or "
-        "the response. Who is in the data is known to all institutions."
+        "Two data sets are neighbours if the values that this institution holds of one person differ: its columns, and "
+        "the response where a job keeps it from the others; one that is shared, as between sites, is not protected. "
+        "Who is in the data is known to all institutions."
     )
     records = sorted({str(about["record"]) for about in described if "record" in about}) or ["a row or a group of rows"]
     added = (

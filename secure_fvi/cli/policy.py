@@ -525,9 +525,10 @@ def _privacy_lines(d: Disclosure) -> Iterator[str]:
     if dp is None:
         yield (
             "no differential privacy: totals are exact, numbers of records with them. One total hides a silo among the "
-            "others, unless all of these put their own terms together, or a level or a group that spans silos has "
-            "rows at one site alone: that is the site's own term, and one patient's where one has it; totals of "
-            "several rounds, taken together, can single out silos and records"
+            "others, unless all of these put their own terms together (or, where sums may lack silos or have a key "
+            "holder, more than two thirds of them their shares, and fewer with a lying server), or a level or a group "
+            "that spans silos has rows at one site alone: that is the site's own term, and one patient's where one has "
+            "it; totals of several rounds, taken together, can single out silos and records"
         )
         return
     strength = f"epsilon {dp.epsilon:g}" if dp.epsilon is not None else f"noise multiplier {dp.noise_multiplier:g}"
