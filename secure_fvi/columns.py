@@ -220,10 +220,10 @@ def view_of(silo: str, rows: Params, response: Response | tuple[()], secret: byt
 
 
 def columns_of(
-    silo: str, data: Mapping[str, Tensor | Shared], dtype: torch.dtype, device: torch.device
+    silo: str, data: Mapping[str, Tensor | Shared], dtype: torch.dtype, device: torch.device, finite: bool = True
 ) -> tuple[Params, Params]:
     """The silo's rows and the values that they share, checked; numbers as `dtype`, whole numbers as they are. No value
-    is quoted."""
+    is quoted. finite: whether rows have to be; under record privacy one that is not counts as nothing."""
 
     def moved(value: Tensor) -> Tensor:
         return value.to(device, dtype) if value.is_floating_point() else value.to(device)
@@ -244,7 +244,7 @@ def columns_of(
         raise InputError(f"silo '{silo}': no records")
     rows = {}
     for name, value in given.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if finite and value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise InputError(f"silo '{silo}': '{name}' holds NaN or infinite values; remove or impute them first")
         rows[name] = moved(value)
     return rows, shared

@@ -206,6 +206,17 @@ def _unspoilt(found: Coded, missing: Missing, own: str) -> Coded:
     return found.of_rows(fits)._replace(left_out=left_out, findings=(), spoilt=tuple(said))
 
 
+def with_gaps(files: Path | Mapping[str, Path], coding: Coding) -> Coded:
+    """Every row of a table of numbers, NaN in cells that do not fit, of which `spoilt` says: for rows that have to stay
+    where they are. Raises DataError for a table that cannot be read at all."""
+    found = check_table(files, coding)
+    columns = {name: values.astype(np.float64) for name, values in found.columns.items()}
+    wrong = [finding for finding in found.findings if finding.what != _AGAIN]
+    for finding in wrong:
+        columns[finding.column][finding.rows - 1] = np.nan
+    return found._replace(columns=columns, findings=(), spoilt=tuple(finding.line() for finding in wrong))
+
+
 def _gaps(found: Coded) -> dict[str, int]:
     return {f.column: len(f.rows) for f in found.findings if f.what == GAP}
 

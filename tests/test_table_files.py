@@ -27,7 +27,7 @@ from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import _ragged, data_columns
 from secure_fvi.runs.options import TABLES
-from secure_fvi.tables import check_table, code_columns, opened, read_coded
+from secure_fvi.tables import check_table, code_columns, opened, read_coded, with_gaps
 
 DICTIONARY = Dictionary(
     {
@@ -148,6 +148,19 @@ def test_rows_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path, e
     assert kept(["2", "4", "true"]) == [1, 3]
     with pytest.raises(DataError, match="an id of an earlier row in 1 row"):
         read_coded(tmp_path / f"t.{ending}", d)
+
+
+def test_rows_that_have_to_stay_have_gaps(tmp_path: Path) -> None:
+    """Each for itself; the control is a number."""
+    cells = ["1.5", "x", "", "nan", "1e999", "2"]
+    file = write(tmp_path / "t.csv", [[cell, "7"] for cell in cells], ["a", "record_id"])
+    found = with_gaps(
+        file, lambda names: Dictionary({n: Column("integer" if n == "record_id" else "number") for n in names})
+    )
+    assert np.isnan(found.columns["a"]).tolist() == [False, True, True, True, True, False]
+    assert found.columns["record_id"].tolist() == [7.0] * 6
+    assert found.findings == ()
+    assert all("column 'a'" in line for line in found.spoilt)
 
 
 @pytest.mark.parametrize("own", ["record_id", ""])

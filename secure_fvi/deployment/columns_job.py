@@ -80,7 +80,7 @@ from secure_fvi.errors import InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import write_atomically
 from secure_fvi.guarding import Guards
-from secure_fvi.privacy.settings import DP
+from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.runs.config import Alignment, Config, Model
 from secure_fvi.runs.federation import response_columns, row_ids, silo_columns
 from secure_fvi.runs.options import LIKELIHOODS, build, named
@@ -99,11 +99,14 @@ def likelihood_of(model: Model) -> Likelihood:
     return found
 
 
-def read_aligned(path: Path, key: str, alignment: Alignment) -> tuple[dict[str, Tensor], Prepared, list[Any]]:
-    """A file's columns but for its identifiers; these as they are matched; and as they stand. Raises InputError."""
+def read_aligned(
+    path: Path, key: str, alignment: Alignment, spoilt: list[str] | None = None
+) -> tuple[dict[str, Tensor], Prepared, list[Any]]:
+    """A file's columns but for its identifiers; these as they are matched; and as they stand. Raises InputError.
+    spoilt: is told of cells that cannot be read, which are NaN."""
     ids = row_ids(path, key, alignment.columns)
     rule = build(Normalisation, alignment.options, "alignment")
-    return read_table(path, key, alignment.columns), prepare(ids, rule), ids
+    return read_table(path, key, alignment.columns, spoilt, whole=True), prepare(ids, rule), ids
 
 
 def matching_roster(roster: ConsortiumRoster, offer: JobOffer) -> Roster:
@@ -130,13 +133,18 @@ class ColumnsJob(SiteJob):
         self._algorithm = algorithm.resolved(self._likelihood)
         self._dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
         at = next(j for j, s in enumerate(config.silo) if s.id == home.id)
-        silo, key = config.silo[at], f"silo[{at}]"
+        silo, key, by_record = config.silo[at], f"silo[{at}]", isinstance(self._privacy, RecordDP)
+        spoilt: list[str] = []
         with _of_data(home.id):
-            table, self._prepared, ids = read_aligned(Path(silo.data), f"{key}.data", config.alignment)
+            read = read_aligned(Path(silo.data), f"{key}.data", config.alignment, spoilt if by_record else None)
+        for line in spoilt:
+            self.unfit.tell(line)
+        table, self._prepared, ids = read
         self._check_predictor(silo.predictor)
         rows, self._function = silo_columns(silo.predictor, key, table, self._likelihood.columns)
         with _of_data(home.id):
-            self._table, _ = columns_of(home.id, rows, self._dtype, device_named(config.run.device))
+            where = device_named(config.run.device)
+            self._table, _ = columns_of(home.id, rows, self._dtype, where, finite=not by_record)
             named = np.frombuffer(b"".join(hashlib.sha256(repr(i).encode()).digest() for i in ids), np.uint8)
             self.cohort = Cohort(home, offer, self.folder, {**rows, "ids": named.reshape(-1, 32)}, self.decision.data)
         private = self._chosen[2] is not None

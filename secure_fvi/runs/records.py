@@ -44,18 +44,18 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def read_table(
-    path: Path, key: str, leave_out: Collection[str] = (), spoilt: list[str] | None = None
+    path: Path, key: str, leave_out: Collection[str] = (), spoilt: list[str] | None = None, whole: bool = False
 ) -> dict[str, Tensor]:
     """The tensors in `path`, each (N, ...) with N at least 1; `key` is the configuration key that named it.
 
     Without a dictionary every cell of a table is a number, and columns `x[0]`, `x[1]`, ... form one tensor (N, k), all
     float64 but whole `record_id`; npz and safetensors keep their own types. Nothing is unpickled. Raises InputError for
     a missing or malformed file. The columns `leave_out` of a table are not read: they may hold text. spoilt: rows that
-    cannot be read are left out, and it is told of them.
+    cannot be read are left out, and it is told of them; whole: they stay, with NaN in the cells that cannot be.
     """
     arrays: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
     if path.suffix.lower() in TABLES:
-        tensors = _coded(path, key, partial(_numbers, leave_out=leave_out), spoilt=spoilt)
+        tensors = _coded(path, key, partial(_numbers, leave_out=leave_out), spoilt=spoilt, whole=whole)
     elif path.suffix.lower() in arrays:
         with _named(path, key):
             tensors = arrays[path.suffix.lower()](path)
@@ -100,10 +100,15 @@ def _own_dictionary(silo: SiloFile, key: str, by_record: bool) -> Dictionary:
 
 
 def _coded(
-    path: Path, key: str, coding: Coding, silo: SiloFile | None = None, spoilt: list[str] | None = None
-) -> dict[str, Tensor]:
+    path: Path, key: str, coding: Coding, silo: SiloFile | None = None, spoilt: list[str] | None = None,
+    whole: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
     with _named(path, key):
-        found = _read(path, coding, silo, spoilt=spoilt)
+        if whole and spoilt is not None:
+            found = _reader(path).with_gaps(_files(path, silo), coding)
+            spoilt += found.spoilt
+        else:
+            found = _read(path, coding, silo, spoilt=spoilt)
         return side_by_side({name: torch.from_numpy(values) for name, values in found.columns.items()}, str(path))
 
 

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import random
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from consortium_run import SILOS, Job, Sites
+from consortium_run import SILOS, Job, Sites, met
 from deployment_world import NOW, World, new_world
 from safetensors.torch import load_file, save
 
 from secure_fvi import wire
 from secure_fvi.alignment import MatchingSilo
 from secure_fvi.deployment import holding, serving
-from secure_fvi.deployment.job import JobOffer, make_offer
+from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.policy_check import check
@@ -39,11 +40,11 @@ from secure_fvi.deployment.session_messages import (
     unpack_schema,
 )
 from secure_fvi.deployment.site import Site
-from secure_fvi.deployment.site_job import check_supported
+from secure_fvi.deployment.site_job import Local, check_supported
 from secure_fvi.deployment.trail_verify import _exchanges, compare
 from secure_fvi.driving import Progress
 from secure_fvi.engines.stream_server import StreamServer
-from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import Alignment, Config, Model, parse
@@ -249,13 +250,40 @@ def test_how_often_and_against_how_long_a_list_a_site_is_matched(world: World, t
         job.run("second")
 
 
+def _spoil(job: ColumnsJob, site: str, cell: str) -> None:
+    """Put `cell` where the first number of the seventh person is."""
+    lines = [line.split(",") for line in job.files[site].read_text().splitlines()]
+    lines[7][1] = cell
+    job.files[site].write_text("\n".join(map(",".join, lines)) + "\n")
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_cell_that_is_no_number_is_one_persons_alone(world: World, tmp_path: Path, private: bool) -> None:
+    """Whether a site joins would tell of that person, without noise. The control is a job without privacy, which the
+    site does not join."""
+    privacy = {"unit": "record", "epsilon": 1.0, "delta": 1e-5, "clipping_norm": 1.0, "data_set": "data"}
+    more = {"privacy": privacy} if private else {}
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED, algorithm={**VERTICAL, "response": "shared"}, **more)
+    hub, home = world.homes["hub"], world.homes["east"]
+    _spoil(job, "east", "none")
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+    with closing(Site(home, Local())) as site:
+        met(hub, site)
+        with nullcontext() if private else pytest.raises(DataError):
+            site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
+    unfit = home.state_folder / "jobs" / offer.job / "unfit"
+    assert unfit.exists() == private  # told to the site alone
+
+
 @pytest.mark.slow
 def test_a_private_job_is_charged_to_the_ledgers(world: World, tmp_path: Path) -> None:
-    """Of a shared response: each round is two releases of each silo, its own noised gradient and its rows."""
+    """Of a shared response: each round is two releases of each silo, its own noised gradient and its rows. One person's
+    cell that is no number ends no job and tells nobody but the site."""
     privacy = {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clipping_norm": 1.0, "data_set": "data"}
     job = ColumnsJob(
         world, tmp_path, alignment=MATCHED, privacy=privacy, algorithm={**VERTICAL, "response": "shared", "rounds": 4}
     )
+    _spoil(job, "east", "none")
     job.run()
     for silo in SILOS:
         (chain,) = verify_ledger(world.homes[silo].ledger_file, silo)

@@ -74,7 +74,7 @@ def test_record_gradients_add_up_to_the_gradient(auxiliary: Any) -> None:
 
 def test_one_persons_values_move_what_leaves_by_at_most_the_clipping_norm() -> None:
     """Same noise, one row replaced: the rows of z_j in the first round, and the noised gradient that the second round's
-    follow from, move by at most C. Without privacy they move by far more."""
+    follow from, move by at most C, also where a cell of it is no number. Without privacy they move by far more."""
     silos, y = _data()
     other = [dict(s) for s in silos]
     other[0]["x"] = other[0]["x"].clone()
@@ -83,7 +83,7 @@ def test_one_persons_values_move_what_leaves_by_at_most_the_clipping_norm() -> N
     privacy = sf.RecordDP(noise_multiplier=1e-9, clipping_norm=norm, noise="silo", delta=1e-5)
     config = Vertical(response="private", rounds=3, family="full", rho=0.1)
 
-    def released(data: list[dict[str, Tensor]], protected: bool) -> tuple[Tensor, Tensor]:
+    def released(data: list[dict[str, Tensor]], protected: bool, cell: float = 0.0) -> tuple[Tensor, Tensor]:
         parties = build_parties(
             sf.Columns(Bernoulli(), y),
             data,
@@ -94,6 +94,8 @@ def test_one_persons_values_move_what_leaves_by_at_most_the_clipping_norm() -> N
             noise_key=KEY,
         )
         silo, server = parties.engine.silos["silo-1"], parties.server
+        silo.view.rows["x"] = silo.view.rows["x"].clone()
+        silo.view.rows["x"][7, 0] += cell
         sums: list[Tensor] = []
         inner = silo.gate.hidden_sum
 
@@ -107,10 +109,11 @@ def test_one_persons_values_move_what_leaves_by_at_most_the_clipping_norm() -> N
         parties.engine.run(server.round())
         return first, sums[0] if sums else server.state.algorithm.total
 
-    for mine, theirs in zip(released(silos, True), released(other, True), strict=True):
-        assert float((mine - theirs).norm()) <= norm * (1 + 1e-9)
-    for mine, theirs in zip(released(silos, False), released(other, False), strict=True):  # the control
-        assert float((mine - theirs).norm()) > 10.0
+    mine = released(silos, True)
+    for found in (released(other, True), released(silos, True, torch.nan)):
+        assert all(float((a - b).norm()) <= norm * (1 + 1e-9) for a, b in zip(mine, found, strict=True))
+    for own, theirs in zip(released(silos, False), released(other, False), strict=True):  # the control
+        assert float((own - theirs).norm()) > 10.0
 
 
 def test_everything_is_charged_and_nothing_else_is_released(tmp_path: Any) -> None:
