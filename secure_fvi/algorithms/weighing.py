@@ -50,7 +50,7 @@ LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch do
 DISCLOSED_OF_SLOPE = "its part of the bound at the final q, and of that bound's slope"
 DISCLOSED = (
     f"{DISCLOSED_OF_SLOPE}, and of the log-likelihood, relative to that at q's mean, at points around q and "
-    "away from it (up to 6,801 of them), which all parties derive from q, and of few dimensions all over the prior; of "
+    "away from it (up to 11,921), which all parties derive from q, and of few dimensions all over the prior; of "
     "numbers out of range, that they are"
 )
 #: A run may be called converged where means are at most so far off, in posterior sds, sds so much too small or too
@@ -71,7 +71,7 @@ HALF, _DRAWS = 256, 2**31 + 1
 #: By how much half of the draws are wider, in one dimension.
 _TAILS = 1.2
 #: Dimensions up to which q is weighed.
-UP_TO = 64
+UP_TO = 128
 #: As many sds of q each dimension is searched along, to either side.
 _FAR = 40
 #: Points on the way from q's mean to a mirrored one, and past it, for the first few mirrors, and for all others.

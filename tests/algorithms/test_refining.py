@@ -601,6 +601,64 @@ def test_one_draw_of_all_the_weight_is_no_proposal() -> None:
     assert bool(found.isfinite().all())
 
 
+def _worth(proposal: Tensor, n: int) -> float:
+    """The share of its own draws that count, of a posterior that is standard normal."""
+    ((_, part),) = refining.unmixed(proposal, n)
+    eps = torch.randn(4000, n, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    z = part.mean + eps @ part.factor.mT
+    log_w = -0.5 * z.square().sum(1) - refining._log_of(part, z)
+    return float(1 / log_w.softmax(0).square().sum()) / len(z)
+
+
+@pytest.mark.parametrize(("n", "draws"), [(50, 400), (100, 1024)])
+def test_of_many_dimensions_a_proposal_is_not_its_draws_noise(
+    n: int, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draws of the posterior itself, after a normal that was right. The control: by their own covariance, drawn to the
+    last one by few draws' share alone, of the next draws next to none counts."""
+    z = torch.randn(draws, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    last = [(1.0, Part(torch.zeros(n).double(), torch.eye(n).double()))]
+    assert _worth(refining.matched(z, torch.zeros(draws).double(), last), n) > 0.8
+    mean, covariance = z.mean(0), torch.cov(z.mT)
+    few = n / (n + draws)
+    root = torch.linalg.cholesky((1 - few) * covariance + few * torch.eye(n))
+    assert _worth(mixture([(1.0, Part(mean, root))]), n) < 0.1
+
+
+def test_where_draws_have_moved_a_proposal_follows_them() -> None:
+    """From a normal a third as wide and two sds off in all of twenty dimensions, and from one that is right but for one
+    direction of fifty. The control: the normals before."""
+    rng = torch.Generator().manual_seed(2)
+    for n, mean, sd in ((20, 2.0, 0.33), (50, 0.0, 1.0)):
+        last = Part(torch.full((n,), mean).double(), sd * torch.eye(n).double())
+        if n == 50:
+            last = Part(torch.zeros(n).double(), torch.eye(n).double())
+            last.mean[0], last.factor[0, 0] = 3.0, 0.2
+        z = torch.randn(1024, n, generator=rng, dtype=torch.float64)
+        found = refining.matched(z, torch.zeros(len(z)).double(), [(1.0, last)])
+        ((_, part),) = refining.unmixed(found, n)
+        assert float((part.mean - last.mean).norm() / last.mean.norm()) > 0.9
+        assert float(part.factor[0].norm()) > 0.8
+        assert _worth(found, n) > 0.5 * (n == 20) + 0.05
+        assert _worth(mixture([(1.0, last)]), n) < 0.01
+
+
+def test_a_mode_of_many_dimensions_is_met_by_draws_that_lie_around_it() -> None:
+    """A draw at a mode of 22 dimensions is sqrt(22) sds beside its point. The controls: draws around q, those half of
+    the way, and such as are far less likely than draws there."""
+    n = 22
+    own, mode = Part(torch.zeros(n).double(), torch.eye(n).double()), torch.zeros(n).double()
+    mode[3] = 9.0
+    around = torch.randn(500, n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    nats = -0.5 * around.square().sum(1)
+    assert bool(refining._visits(own, mode, mode + around, nats).any())
+    assert not bool(refining._visits(own, mode, mode + around, nats - 20.0).any())
+    for share in (0.0, 0.3):
+        z = share * mode + around
+        nearest = torch.minimum(z.square().sum(1), (z - mode).square().sum(1))
+        assert not bool(refining._visits(own, mode, z, -0.5 * nearest).any())
+
+
 # ---- who chooses draws, and what is told ----
 
 
