@@ -411,12 +411,17 @@ class Program:
         """What is observed given its linear predictor; samples what else that needs."""
         family = self.family
         if family == "bernoulli":
-            return Given(lambda eta, data: dist.Bernoulli(logits=eta), binomial_slopes)
+            return Given(lambda eta, data: dist.Bernoulli(logits=eta), binomial_kernel, binomial_slopes)
         if family == "binomial":
-            return Given(lambda eta, data: dist.Binomial(total_count=data["trials"], logits=eta), binomial_slopes)
+            return Given(
+                lambda eta, data: dist.Binomial(total_count=data["trials"], logits=eta),
+                binomial_kernel,
+                binomial_slopes,
+            )
         if family == "poisson":
             return Given(
                 lambda eta, data: dist.Poisson(eta.exp()),
+                lambda eta, y, data: y * eta - eta.exp(),
                 lambda eta, y, data: (y - eta.exp(), eta.exp()),
                 MORE_STEPS,
                 1.0,
@@ -425,6 +430,7 @@ class Program:
             shape = pyro.sample("shape", dist.InverseGamma(*(like + a for a in _SHAPE)))
             return Given(
                 lambda eta, data: dist.NegativeBinomial(total_count=shape, logits=eta - shape.log()),
+                lambda eta, y, data: count_kernel(eta, y, shape),
                 lambda eta, y, data: count_slopes(eta, y, shape),
                 MORE_STEPS,
                 1.0,
@@ -433,12 +439,14 @@ class Program:
             cuts = self._cuts(like)
             return Given(
                 lambda eta, data: dist.Categorical(logits=ordinal_logits(eta, cuts)),
+                lambda eta, y, data: ordinal_kernel(eta, y, cuts),
                 lambda eta, y, data: ordinal_slopes(eta, y, cuts),
             )
         sigma = pyro.sample("sigma", _HalfT(self.priors.aux, like))
         if family == "gaussian":
             return Given(
                 lambda eta, data: dist.Normal(eta, sigma),
+                lambda eta, y, data: -0.5 * ((y - eta) / sigma).square(),
                 lambda eta, y, data: ((y - eta) / sigma**2, torch.ones_like(eta) / sigma**2),
                 information=sigma**-2,
                 quadratic=True,
@@ -446,6 +454,7 @@ class Program:
         nu = pyro.sample("nu", dist.Gamma(*(like + a for a in _NU)))
         return Given(
             lambda eta, data: dist.StudentT(nu, eta, sigma),
+            lambda eta, y, data: -0.5 * (nu + 1) * ((y - eta) ** 2 / (nu * sigma**2)).log1p(),
             lambda eta, y, data: student_slopes(eta, y, sigma, nu),
             MORE_STEPS,
             sigma**-2,
@@ -1263,7 +1272,7 @@ NODES = {1: 19, 2: 9, 3: 7}
 #: is at most quadratic in an effect.
 FEW_NODES = 3
 #: Nodes at most where a silo has latents too, by whose number evaluations multiply: right to 1e-4 nats a record of ten
-#: rows where sds are 1, and 1e-3 where they are 3.
+#: rows where sds are 1, 3e-3 where they are 3, .06 where they are 10.
 BESIDE_LATENTS = 9
 STEPS = 4
 #: Of those whose curvature changes fast, as a count's does, or is not the expected one.
@@ -1271,19 +1280,28 @@ MORE_STEPS = 7
 
 
 class Given(NamedTuple):
-    """`density(eta, data)` of y. `slopes(eta, y, data)`: the first derivative of its logarithm in eta, and its expected
-    curvature, which is positive."""
+    """`density(eta, data)` of y. `kernel(eta, y, data)`: its logarithm, up to what eta does not change. `slopes(eta, y,
+    data)`: the first derivative of that in eta, and its expected curvature, which is positive."""
 
     density: Callable[[Tensor, Mapping[str, Any]], Any]
+    kernel: Callable[[Tensor, Tensor, Mapping[str, Any]], Tensor]
     slopes: Callable[[Tensor, Tensor, Mapping[str, Any]], tuple[Tensor, Tensor]]
     steps: int = STEPS
     information: Tensor | float = 0.2  # about, of a row in eta
     quadratic: bool = False  # whether the logarithm of the density is, in eta
 
 
+def binomial_kernel(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> Tensor:
+    return y * eta - data.get("trials", 1.0) * torch.nn.functional.softplus(eta)
+
+
 def binomial_slopes(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     p, n = torch.sigmoid(eta), data.get("trials", 1.0)
     return y - n * p, n * p * (1 - p)
+
+
+def count_kernel(eta: Tensor, y: Tensor, shape: Tensor) -> Tensor:
+    return y * eta - (y + shape) * torch.nn.functional.softplus(eta - shape.log())
 
 
 def count_slopes(eta: Tensor, y: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
@@ -1302,9 +1320,19 @@ def ordinal_logits(eta: Tensor, cuts: Tensor) -> Tensor:
     return torch.cat([below[..., :1], below[..., 1:] + above[..., :-1] + gaps, above[..., -1:]], -1)
 
 
-def ordinal_slopes(eta: Tensor, y: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
+def _ends(cuts: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The thresholds below and above each."""
     ends = torch.cat([cuts.new_full((1,), -_FAR), cuts, cuts.new_full((1,), _FAR)])
-    below, above = torch.sigmoid(ends[y] - eta), torch.sigmoid(ends[y + 1] - eta)
+    return ends[y], ends[y + 1]
+
+
+def ordinal_kernel(eta: Tensor, y: Tensor, cuts: Tensor) -> Tensor:
+    low, high = _ends(cuts, y)
+    return torch.nn.functional.logsigmoid(eta - low) + torch.nn.functional.logsigmoid(high - eta)
+
+
+def ordinal_slopes(eta: Tensor, y: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
+    below, above = (torch.sigmoid(end - eta) for end in _ends(cuts, y))
     return below + above - 1, below * (1 - below) + above * (1 - above)
 
 
@@ -1314,8 +1342,8 @@ def student_slopes(eta: Tensor, y: Tensor, sigma: Tensor, nu: Tensor) -> tuple[T
 
 
 _FAR = 1e6
-#: Longest Newton step, in prior sds of the effects.
-_LONGEST = 3.0
+#: Longest Newton step, in prior sds of the effects, and at how many times that it is looked how far to go.
+_LONGEST, _ALONG = 3.0, (0.0, 1 / 16, 1 / 4, 1.0, 4.0, 32.0)
 
 
 def marginal(
@@ -1329,7 +1357,7 @@ def marginal(
     """
     size = design.shape[-1]
     weights = torch.where(present > 0, data.get("weights", torch.ones_like(present)), torch.zeros_like(present))
-    centre, width = _around(eta.detach(), design.detach(), y, weights, data, given)
+    centre, width = _around(_Rows(eta.detach(), design.detach(), y, weights, data, given))
     x, log_w = _nodes(size, min(most, FEW_NODES if given.quadratic else NODES[size]), eta)
     eps = centre.unsqueeze(-2) + (width.unsqueeze(-3) * x.unsqueeze(-2)).sum(-1)  # (N, Q, d)
     moved = eta.unsqueeze(-2) + (design.unsqueeze(-3) * eps.unsqueeze(-2)).sum(-1)  # (N, Q, M)
@@ -1340,6 +1368,37 @@ def marginal(
     return torch.logsumexp(term, -1) + width.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
+class _Rows(NamedTuple):
+    """Records' rows, as `marginal` takes them; weights are 0 where there is none."""
+
+    eta: Tensor
+    design: Tensor
+    y: Tensor
+    weights: Tensor
+    data: Mapping[str, Any]
+    given: Given
+
+    def curved(self, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Slope (N, d) of the logarithm of the integrand, and the factor (N, d, d) of its expected curvature."""
+        at = self.eta + (self.design * eps.unsqueeze(-2)).sum(-1)
+        slope, curve = (part.detach() * self.weights for part in self.given.slopes(at, self.y, self.data))
+        down = (self.design * slope.unsqueeze(-1)).sum(-2) - eps
+        if eps.shape[-1] == 1:
+            return down, (1 + (curve.unsqueeze(-1) * self.design.square()).sum(-2, keepdim=True)).sqrt()
+        eye = torch.eye(eps.shape[-1], dtype=eps.dtype, device=eps.device)
+        return down, torch.linalg.cholesky_ex(eye + self.design.mT @ (curve.unsqueeze(-1) * self.design))[0]
+
+    def how_far(self, eps: Tensor, move: Tensor) -> Tensor:
+        """At which of `_ALONG` times `move` (N, d) from `eps` the integrand is the largest, (N,)."""
+        times = self.eta.new_tensor(_ALONG)
+        at, by = (self.eta + (self.design * eps.unsqueeze(-2)).sum(-1)), (self.design * move.unsqueeze(-2)).sum(-1)
+        data = {name: value.unsqueeze(-2) if name in ADDITIONS else value for name, value in self.data.items()}
+        moved = at.unsqueeze(-2) + times.unsqueeze(-1) * by.unsqueeze(-2)  # (N, times, M)
+        found = (self.given.kernel(moved, self.y.unsqueeze(-2), data).detach() * self.weights.unsqueeze(-2)).sum(-1)
+        along = times * (move * eps).sum(-1, keepdim=True) + 0.5 * times.square() * move.square().sum(-1, keepdim=True)
+        return times[(found - along).nan_to_num(nan=-math.inf).argmax(-1)]
+
+
 def _nodes(size: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """(Q, d) nodes of a standard normal, `count` of each effect, and the logarithms of their weights (Q,)."""
     at, w = np.polynomial.hermite_e.hermegauss(count)
@@ -1348,36 +1407,26 @@ def _nodes(size: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor(grid).to(like), torch.tensor(log_w).to(like)
 
 
-def _around(
-    eta: Tensor, design: Tensor, y: Tensor, weights: Tensor, data: Mapping[str, Any], given: Given
-) -> tuple[Tensor, Tensor]:
-    """Mode (N, d) of each record's integrand by Newton steps, and the factor (N, d, d) of the inverse curvature."""
-    eye = torch.eye(design.shape[-1], dtype=design.dtype, device=design.device)
+def _around(rows: _Rows) -> tuple[Tensor, Tensor]:
+    """Mode (N, d) of each record's integrand by Newton steps, and the factor (N, d, d) of the inverse curvature.
+
+    How far a step goes is looked for along it. A whole one may lead astray: far below a count the curvature is all but
+    nothing, and far above it a step makes the mean e times less, however far it is.
+    """
+    design, quadratic = rows.design, rows.given.quadratic
     eps = design.new_zeros((*design.shape[:-2], design.shape[-1]))
-    for _ in range(1 if given.quadratic else given.steps):
-        slope, lower = _curved(eps, eta, design, y, weights, data, given)
+    for _ in range(1 if quadratic else rows.given.steps):
+        slope, lower = rows.curved(eps)
         move = _solved(lower, slope)
-        if not given.quadratic:  # of which one step is the way
+        if not quadratic:  # of which one step is the way
             move = move * (_LONGEST / move.norm(dim=-1, keepdim=True).clamp(min=_LONGEST))
+            move = move * rows.how_far(eps, move).unsqueeze(-1)
         eps = eps + move
-    lower = _curved(eps, eta, design, y, weights, data, given)[1]
+    lower = rows.curved(eps)[1]
     if design.shape[-1] == 1:
         return eps, 1 / lower
-    return eps, torch.linalg.solve_triangular(lower, eye.expand(lower.shape), upper=False).mT
-
-
-def _curved(
-    eps: Tensor, eta: Tensor, design: Tensor, y: Tensor, weights: Tensor, data: Mapping[str, Any], given: Given
-) -> tuple[Tensor, Tensor]:
-    """Slope (N, d) of the integrand's logarithm, and the factor (N, d, d) of its expected curvature."""
-    slope, curve = (
-        part.detach() * weights for part in given.slopes(eta + (design * eps.unsqueeze(-2)).sum(-1), y, data)
-    )
-    down = (design * slope.unsqueeze(-1)).sum(-2) - eps
-    if design.shape[-1] == 1:
-        return down, (1 + (curve.unsqueeze(-1) * design.square()).sum(-2, keepdim=True)).sqrt()
     eye = torch.eye(design.shape[-1], dtype=design.dtype, device=design.device)
-    return down, torch.linalg.cholesky_ex(eye + design.mT @ (curve.unsqueeze(-1) * design))[0]
+    return eps, torch.linalg.solve_triangular(lower, eye.expand(lower.shape), upper=False).mT
 
 
 def _solved(lower: Tensor, right: Tensor) -> Tensor:

@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyro
 import pytest
 import torch
 
 import secure_fvi as sf
-from secure_fvi import formula
+from secure_fvi import formula, mixed_model
 from secure_fvi.checkpoints import text_of
 from secure_fvi.deployment.session_messages import schema_digest
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import read_data
 from secure_fvi.formula import FAMILIES, Design, columns_of, few_records, parse
-from secure_fvi.mixed_model import Counts, MixedModel, glmm, user_draws
+from secure_fvi.mixed_model import Counts, MixedModel, glmm, marginal, user_draws
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import parse as parse_config
 from secure_fvi.runs.options import build
@@ -598,6 +599,47 @@ def test_a_records_effects_are_integrated_out_as_brute_force_does(family: str, f
     alone = prepared(of, {n: np.asarray(v)[np.asarray(rows["child"]) == rows["child"][0]] for n, v in rows.items()})[0]
     where = sorted(set(rows["child"].tolist())).index(rows["child"][0])
     torch.testing.assert_close(terms(of, alone, values)[0], found[where])
+
+
+def densely(given: Any, eta: torch.Tensor, sd: float, y: torch.Tensor, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    """log of the integral over one record's effect, on a grid that closes in on where the integrand is."""
+    low, high = -16.0, 16.0
+    for _ in range(5):
+        axis = torch.linspace(low, high, 2001, dtype=torch.float64)
+        term = given.density(eta + sd * axis[:, None], data).log_prob(y.expand(len(axis), -1)).sum(-1)
+        term = term - 0.5 * axis.square() - 0.5 * math.log(2 * math.pi)
+        at = (term > term.max() - 40).nonzero().reshape(-1)
+        low, high = float(axis[max(int(at[0]) - 1, 0)]), float(axis[min(int(at[-1]) + 1, 2000)])
+    return torch.logsumexp(term, 0) + torch.log(axis[1] - axis[0])
+
+
+def quadrature_error(family: str, sd: float, base: float) -> float:
+    """Largest of 8 records of 4 rows, in nats, whose effects are drawn from a normal of this sd."""
+    response = {"bernoulli": "y", "ordinal": "grade", "binomial": "count | trials(n)"}
+    of = model(response.get(family, "count" if family != "student" else "pressure") + " ~ 1 + (1 | child)", family)
+    values = {"shape": 2.0, "cut": -1.0, "log_gaps": [0.4, 0.4], "sigma": 0.5, "nu": 4.0}
+    sites = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    given = pyro.condition(of.fn._observed, data=sites)(torch.zeros((), dtype=torch.float64))  # type: ignore[attr-defined]
+    torch.manual_seed(1)
+    eta = base + 0.7 * torch.randn(8, 4, dtype=torch.float64)
+    data = {"trials": torch.full((8, 4), 40.0, dtype=torch.float64)} if family == "binomial" else {}
+    y = given.density((eta + sd * torch.randn(8, 1, dtype=torch.float64)).clamp(max=14.0), data).sample()
+    found = marginal(eta, torch.full((8, 4, 1), sd, dtype=torch.float64), y, torch.ones_like(eta), data, given)
+    exact = [densely(given, eta[i], sd, y[i], {n: v[i] for n, v in data.items()}) for i in range(8)]
+    return float((found - torch.stack(exact)).abs().max())
+
+
+@pytest.mark.parametrize("family", ["poisson", "negbinomial", "binomial", "bernoulli", "ordinal", "student"])
+@pytest.mark.parametrize("sd", [0.1, 1.0, 3.0, 10.0])
+def test_quadrature_is_right_for_effects_of_any_size(family: str, sd: float) -> None:
+    bases = (0.0, 5.0) if family in ("poisson", "negbinomial") else (0.0,)
+    assert max(quadrature_error(family, sd, base) for base in bases) < (0.01 if sd == 10 else 0.003)
+
+
+def test_without_a_look_along_the_way_newtons_steps_miss_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_model, "_ALONG", (1.0,))
+    assert quadrature_error("poisson", 3.0, 5.0) > 10
+    assert quadrature_error("negbinomial", 10.0, 0.0) > 10
 
 
 @pytest.mark.parametrize("family", ["poisson", "negbinomial", "bernoulli", "ordinal"])
