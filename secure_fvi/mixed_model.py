@@ -42,6 +42,8 @@ from secure_fvi.formula import (
     Random,
     Response,
     family_named,
+    few_records,
+    few_said,
     marked,
     parse,
     response_of,
@@ -656,6 +658,12 @@ class MixedModel(FederatedModel):
         known = self.of.dictionary.columns.get(RECORD_ID)
         ids = [RECORD_ID] if known is not None and known.unique and self.record_label is None else []
         return sorted({self.of.response.name, *self.of.used, *ids})
+
+    def few_said(self, columns: Frame) -> str:
+        """What of the formula few records of a site's table have, `columns` (N,) each, as a warning for that site alone;
+        empty where there is nothing (`formula.few_records`)."""
+        shared = [t.of.label for t in self.of.terms if t.place == "global"]
+        return few_said(few_records(self.text, self.of.dictionary, columns, self.record_label, shared))
 
     def check_apart(self) -> None:
         """Raises InputError where parties that share no process could not agree on what tables come to."""

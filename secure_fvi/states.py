@@ -94,8 +94,6 @@ def like(value: Any, template: Any, source: Path) -> Any:
     if value and isinstance(value[-1], str) and value[-1] == _MOVED and hasattr(template, "by_row"):
         at, before, after, rest, _ = (like(v, t, source) for v, t in zip(value, _moved(template), strict=True))
         return Moved(at, before, after, rest)
-    if named and hasattr(template, "first_fields") and len(value) == template.first_fields():
-        value = [*value, *template[len(value) :]]  # of a time when there were no more
     if not named and (type(template) is not tuple or len(template) != len(value)):  # of a length that varies
         return tuple(like(v, None, source) for v in value)
     if len(template) != len(value):

@@ -237,11 +237,6 @@ class SFVILocal(NamedTuple):
     #: still since, as the record has. Empty where all are in every step.
     seen: Tensor
 
-    @staticmethod
-    def first_fields() -> int:
-        """Those that older files have."""
-        return 8
-
     @property
     def latents(self) -> Latents:
         return Latents(self.record, self.record_moments, self.silo, self.silo_moments)

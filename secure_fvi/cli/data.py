@@ -110,7 +110,6 @@ def check(
     job would be refused: one that reads every column of the dictionary, or the fit of --formula."""
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.errors import DataError, InputError
-    from secure_fvi.formula import few_records, few_said
     from secure_fvi.tables import GAP, check_table, json_columns, opened, read_coded, remedy
 
     dictionary, files = read_dictionary(coding), _files(table, tables)
@@ -143,10 +142,8 @@ def check(
         with _about(table):
             coded = read_coded(files, dictionary, query, missing, used, columns=keys)
             _check_records(coded, model, table.name)
-            assert formula is not None
-            few = few_records(formula, dictionary, coded.columns, model.record_label, of["shared"])
-            if few:
-                click.echo(few_said(few), err=True)
+            if few := model.few_said(coded.columns):
+                click.echo(few, err=True)
     many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
     click.echo(f"it fits; {many} left out" if gaps else "it fits")
 

@@ -279,7 +279,6 @@ def _fits(decision: Decision, home: Home) -> str:
     have. Raises DataError, InputError."""
     from secure_fvi.deployment.names import printable
     from secure_fvi.deployment.site_job import check_left_out
-    from secure_fvi.formula import few_records, few_said
     from secure_fvi.runs.records import formula_model, formula_part
 
     site = home.id
@@ -302,8 +301,7 @@ def _fits(decision: Decision, home: Home) -> str:
         return said
     assert decision.data is not None
     check_left_out(home, decision.data.id, found.read, left)
-    shared = [term.of.label for term in model.of.terms if term.place == "global"]
-    few = few_said(few_records(model.of.parsed.text, model.of.dictionary, found.columns, model.record_label, shared))
+    few = model.few_said(found.columns)
     return f"{said}{printable(few, 4000)}\n" if few else said
 
 

@@ -227,6 +227,10 @@ def test_a_check_warns_of_what_few_records_have_and_one_total_shows_it(
     assert "here have another value of 'ward' than most (4)." in warned("y ~ x + ward")
     assert "'drug' = a (1), 'drug' = b (1). Where no" in warned("y ~ x + drug")
     assert "records here have a group of 'ward' (4)." in warned("y ~ x + (1 | ward)", "--shared", "ward")
+    assert "a group of" not in warned("y ~ x + (1 | ward)")
+    said = wording.dumps({"format": 1, "columns": {**columns, "ward": {**columns["ward"], "shared": True}}})
+    (folder / "s.toml").write_text(said)  # of which all parties' dictionary says it
+    assert "records here have a group of 'ward' (4)." in warned("y ~ x + (1 | ward)")
 
     model: Any = sf.glmm("y ~ x + drug", "gaussian", dictionary=columns, most={"rows": 1})
     server, engine, _ = build_parties(model, sites, sf.SFVI(iterations=3), sf.Masked(), compile=False)
