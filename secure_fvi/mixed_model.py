@@ -660,8 +660,8 @@ class MixedModel(FederatedModel):
         return sorted({self.of.response.name, *self.of.used, *ids})
 
     def few_said(self, columns: Frame) -> str:
-        """What of the formula few records of a site's table have, `columns` (N,) each, as a warning for that site alone;
-        empty where there is nothing (`formula.few_records`)."""
+        """What of the formula few records of a site's table have, `columns` (N,) each, as a warning for that site
+        alone; empty where there is nothing (`formula.few_records`)."""
         shared = [t.of.label for t in self.of.terms if t.place == "global"]
         return few_said(few_records(self.text, self.of.dictionary, columns, self.record_label, shared))
 

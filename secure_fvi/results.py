@@ -76,12 +76,10 @@ def assessed(verdict: Verdict, algorithm: str, rounds: int) -> dict[str, Any]:
     """`converged` and `convergence` of a result. Warns with SecureFVIWarning where the result deserves less trust."""
     if verdict.warns:
         how = "without converging" if verdict.converged is False else "unassessed"
-        warnings.warn(
-            f"{algorithm} ended after {rounds} rounds {how}: {verdict.reason}", SecureFVIWarning, stacklevel=4
-        )
+        warnings.warn(f"{algorithm} ended after {rounds} rounds {how}: {verdict.said}", SecureFVIWarning, stacklevel=4)
     return {
         "converged": verdict.converged,
-        "convergence": {"reason": verdict.reason, "moving": verdict.moving, **verdict.details},
+        "convergence": {"reason": verdict.said, "moving": verdict.moving, **verdict.details},
     }
 
 

@@ -237,9 +237,15 @@ class Verdict(NamedTuple):
     """What a run can say of its own end. It follows from broadcasts and totals; everyone may see it."""
 
     converged: bool | None  # None: not assessed
-    reason: str  # one line: what was found; and, unless converged, what to try
+    reason: str  # one line: what was found
     details: Mapping[str, float | None]  # the numbers that it rests on
     moving: bool = False  # of a run that is not assessed: whether it was seen to be far from rest
+    remedy: str = ""  # what to try, unless converged
+
+    @property
+    def said(self) -> str:
+        """What was found and, unless converged, what to try, in one line."""
+        return "; ".join(part for part in (self.reason, "" if self.converged else self.remedy) if part)
 
     @property
     def warns(self) -> bool:
@@ -254,7 +260,7 @@ PRIVATE = "under differential privacy nothing that would tell is released; compa
 def fixed_length(option: str, count: int, seen: str, details: Mapping[str, float | None], moving: bool) -> Verdict:
     """Of a run whose length was set by `option`: nobody looked whether it was enough. `seen`: what its iterates did."""
     advice = f"leave {option} out, and the run stops by itself or says that it has not converged"
-    return Verdict(None, f"its length was fixed ({option} = {count}){seen}; {advice}", details, moving)
+    return Verdict(None, f"its length was fixed ({option} = {count}){seen}", details, moving, advice)
 
 
 class Refined(NamedTuple):

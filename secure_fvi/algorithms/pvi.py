@@ -752,7 +752,7 @@ class PVIProgram(Program):
             return fixed_length("rounds", config.rounds, seen, self._counts(state), far)
         trouble = self._trouble(state)
         if trouble is not None:
-            return stationarity.unsettled(rest, trouble)._replace(details=details)
+            return stationarity.unsettled(rest, *trouble)._replace(details=details)
         advice = (
             f"lower learning_rate (now {self._rate:.2g}) or raise local_steps (now {config.local_steps}), "
             "standardise the columns, or use sfvi"
@@ -763,34 +763,35 @@ class PVIProgram(Program):
     def _counts(self, state: PVIState) -> dict[str, float | None]:
         return {f"silos_{name}": float(value) for name, value in state.last._asdict().items()}
 
-    def _trouble(self, state: PVIState) -> str | None:
+    def _trouble(self, state: PVIState) -> tuple[str, str] | None:
         """What kept the rounds from coming to rest, and what to try."""
         last, count, config = state.last, len(self.problem.silos), self.config
         if self.at_rest(state):
-            return None if state.checked else "a silo was missing when the final q was checked; run it again"
-        scale = "standardise the columns, or use sfvi"
+            return None if state.checked else ("a silo was missing when the final q was checked", "run it again")
+        scale, more = "standardise the columns, or use sfvi", f"raise max_rounds (now {config.max_rounds})"
         if last.skipped:
             return (
-                f"{last.skipped} of {count} silos could not fit in the last round, their local steps ran off; lower "
-                f"learning_rate (now {self._rate:.2g}), {scale}"
+                f"{last.skipped} of {count} silos could not fit in the last round, their local steps ran off",
+                f"lower learning_rate (now {self._rate:.2g}), {scale}",
             )
         if last.tempered:
             return (
                 f"{last.tempered} of {count} silos had an improper cavity in the last round (the other silos' sites "
-                f"together are no distribution), so that q counts their records wrongly; set a lower damping "
-                f"(now {self._damping(state)}), {scale}"
+                "together are no distribution), so that q counts their records wrongly",
+                f"set a lower damping (now {self._damping(state)}), {scale}",
             )
         if last.absent:
-            return f"{last.absent} of the silos that were asked were absent from the last round; run it again"
+            return f"{last.absent} of the silos that were asked were absent from the last round", "run it again"
         if last.moving:
             return (
                 f"{last.moving} of {count} silos would still move q by more than {config.tolerance:g} sds after "
-                f"{state.round} rounds; raise max_rounds (now {config.max_rounds}) or local_steps "
-                f"(now {config.local_steps}), lower learning_rate (now {self._rate:.2g}), {scale}"
+                f"{state.round} rounds",
+                f"{more} or local_steps (now {config.local_steps}), lower learning_rate (now {self._rate:.2g}), "
+                f"{scale}",
             )
         if state.theta_moved >= config.tolerance:
-            return f"the pyro.params were still moving; raise max_rounds (now {config.max_rounds})"
-        return f"q was at rest for too short a time; raise max_rounds (now {config.max_rounds})"
+            return "the pyro.params were still moving", more
+        return "q was at rest for too short a time", more
 
     @property
     def _rate(self) -> float:

@@ -81,7 +81,7 @@ _DISCLOSED = (
 _WIDTHS = ((0.5, 0.0), (0.3, 1.2), (0.2, 3.0))
 #: Why a sum is of no use.
 OUT_OF_RANGE = "at some draw the likelihood at a silo is out of all range, or no number"
-ABSENT = "a silo was missing from a sum at them; run it again"
+ABSENT = "a silo was missing from a sum at them"
 #: Nodes of latents are the same in all sums, so that their error is nearly one constant; the numbers of their draws.
 _NODES = LARGEST - 2
 #: What the weighted draws have to reach: effective sample size; standard errors of means, in posterior sds, and of the
@@ -226,8 +226,7 @@ class Refining(NamedTuple):
         if not self.sums or self.sound:
             return None
         times = f"{self.sums} sum{'s' * (self.sums != 1)}"
-        said = f"q could not be refined by {times} at draws near it: {self.lost or self.found.against()}"
-        return said if self.lost else f"{said}; {_REMEDY}"
+        return f"q could not be refined by {times} at draws near it: {self.lost or self.found.against()}"
 
     def reason(self) -> str:
         """Of an answer, in words."""
@@ -269,7 +268,7 @@ def worthwhile(rest: Rest) -> bool:
 def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
     """Of a run whose q was judged as `of_q`. fits: `Refiner.fits`."""
     if of_q.converged is False and not fits:
-        return of_q._replace(reason=f"{of_q.reason}; {_NESTED}")
+        return of_q._replace(remedy=f"{of_q.remedy}; {_NESTED}")
     details = {**of_q.details, **state.details()}
     if state.answer is not None:
         rests = "tables are of these draws; q, on which latents of silos or records, if any, rest alone, is not as near"
@@ -280,7 +279,9 @@ def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
         return of_q._replace(details=details)
     known = max(state.found.khat, state.found.khat_sd) < LARGEST_KHAT  # means, and sds
     doubts = bool(len(state.z)) and not (known and state.found.agrees)
-    return Verdict(bool(of_q.converged) and not doubts, f"{of_q.reason}; {against}", details)
+    own = {"": _REMEDY, ABSENT: "run it again"}.get(state.lost, "")
+    remedy = "; ".join(part for part in (of_q.remedy, own) if part)
+    return Verdict(bool(of_q.converged) and not doubts, f"{of_q.reason}; {against}", details, remedy=remedy)
 
 
 def near(part: Part, at: Part) -> bool:

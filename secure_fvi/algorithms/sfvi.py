@@ -508,7 +508,7 @@ class SFVIProgram(StructuredProgram):
         settled = "means and sds have settled in two stages"
         if FINISH in self.tables:
             return stationarity.verdict(state.rest, against, settled, advice)
-        return Verdict(against is None, settled if against is None else f"{against}; {advice}", {"r_hat": r_hat})
+        return Verdict(against is None, against or settled, {"r_hat": r_hat}, remedy=advice)
 
     def metrics(self, state: SFVIState) -> dict[str, float | None]:
         found: dict[str, float | None] = {"r_hat": state.monitor.r_hat}

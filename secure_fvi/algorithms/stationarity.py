@@ -92,15 +92,15 @@ class Rest(NamedTuple):
 def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict:
     """Of a run that stops by itself. settled: what is against it, None where nothing is. found: what is for it."""
     if settled is not None:
-        return unsettled(rest, f"{settled}; {advice}")
+        return unsettled(rest, settled, advice)
     if not rest.known:
-        return unsettled(rest, "a silo was missing when the final q was checked; run it again")
+        return unsettled(rest, "a silo was missing when the final q was checked", "run it again")
     if rest.far:
         what = "at the final q some silo's part of the bound, or of its slope, is out of all range, or no number"
-        return unsettled(rest, f"{found}, but {what}; {advice}")
+        return unsettled(rest, f"{found}, but {what}", advice)
     against = rest.seen and rest.seen.against()
-    if rest.stationary and against:
-        return Verdict(False, f"{found}, but {against}", rest.details())
+    if rest.stationary and rest.seen and against:
+        return Verdict(False, f"{found}, but {against}", rest.details(), remedy=rest.seen.remedy)
     if rest.stationary:
         slope = f"at the final q the slope of the bound over all records would move it by {rest.step:.2g} sds"
         if rest.seen is None:
@@ -108,20 +108,21 @@ def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict
         return Verdict(True, f"{found}, and {slope}", rest.details())
     if math.isinf(rest.step):
         what = "at the final q the bound over all records is not even curved downwards: q is far from any optimum"
-        return unsettled(rest, f"{found}, but {what}; {advice}")
+        return unsettled(rest, f"{found}, but {what}", advice)
     if rest.step <= AT_REST + 2 * rest.error:
         what = f"the slope of the bound at the final q is too noisy to tell (error {rest.error:.2g} sds)"
-        return unsettled(rest, f"{what}; {advice}")
+        return unsettled(rest, what, advice)
     what = f"at the final q the slope of the bound over all records would still move it by {rest.step:.2g} sds"
-    return unsettled(rest, f"{found}, but {what}; {advice}")
+    return unsettled(rest, f"{found}, but {what}", advice)
 
 
-def unsettled(rest: Rest, reason: str) -> Verdict:
+def unsettled(rest: Rest, reason: str, remedy: str) -> Verdict:
     """Of a run that ended elsewhere than at rest, for this `reason`: what was found far from q goes with it, since more
     rounds alone do not lead there."""
     seen = rest.seen
-    other = f"; besides, {seen.against()}" if seen is not None and seen.apart is not None else ""
-    return Verdict(False, f"{reason}{other}", rest.details())
+    if seen is not None and seen.apart is not None:
+        reason, remedy = f"{reason}; besides, {seen.against()}", f"{remedy}; {seen.remedy}"
+    return Verdict(False, reason, rest.details(), remedy=remedy)
 
 
 def as_natural(family: GlobalFamily, eta: Params) -> Natural:

@@ -149,24 +149,35 @@ class Weighed(NamedTuple):
             if self.share is not None:
                 return (
                     f"points all over the prior find {self.share:.0%} of the posterior's mass elsewhere: near "
-                    f"{self.where}, {self.apart:.0f} sds of q from its mean, a point is {likely}; {_BEGIN}"
+                    f"{self.where}, {self.apart:.0f} sds of q from its mean, a point is {likely}"
                 )
             return (
                 f"another mode of the posterior, {likely}, lies {self.apart:.0f} sds of q away, near {self.where}, and "
-                "q covers one alone; write the model so that it has one (a sign fixed, components in order, an angle "
-                f"cut where no data are), or {_BEGIN}"
+                "q covers one alone"
             )
         if not self.finite or self.error > PRECISE:
             return (
                 "weighed by the likelihood of all records, draws of q do not even tell its means and sds: q is far "
-                f"from the posterior; {_REMEDY}"
+                "from the posterior"
             )
         if self.mean <= MEAN_WITHIN and SD_WITHIN[0] <= self.sd <= SD_WITHIN[1]:
             return None
         return (
             f"weighed by the likelihood of all records, its means are {self.mean:.2g} sds off and its sds "
             f"{math.exp(self.sd):.2g} times what they should be (each at worst): no Gaussian is near the posterior, "
-            f"or q has not settled; {_REMEDY}"
+            "or q has not settled"
+        )
+
+    @property
+    def remedy(self) -> str:
+        """What to try where `against` says something."""
+        if self.apart is None:
+            return _REMEDY
+        if self.share is not None:
+            return _BEGIN
+        return (
+            "write the model so that it has one mode (a sign fixed, components in order, an angle cut where no data "
+            f"are), or {_BEGIN}"
         )
 
     @property

@@ -94,6 +94,10 @@ def test_a_q_that_is_off_is_put_right(off: float, wide: float) -> None:
     assert state.found.log_evidence == pytest.approx(float(evidence.log_prob(y)), abs=0.1)
     assert state.found.khat < 0.5
     assert _verdict(world).converged is True
+    of_q = Verdict(False, "q has not settled", {}, remedy="raise max_rounds")
+    said = refining.verdict(of_q, state).said
+    assert said.endswith("is not as near: q has not settled")  # what to try is for those who have to
+    assert refining.verdict(of_q, refining.start()).said == "q has not settled; raise max_rounds"
 
 
 @pytest.mark.parametrize("n", [12, 25, pytest.param(30, marks=pytest.mark.slow)])
@@ -103,7 +107,7 @@ def test_many_dimensions_are_right_or_refused(n: int) -> None:
     if not _verdict(world).converged:
         assert n > 20
         assert "could not be refined" in _verdict(world).reason
-        assert "write the model in other terms" in _verdict(world).reason
+        assert "write the model in other terms" in _verdict(world).said
         return
     found = _moments(world)["beta"]
     assert float(((found.mean - exact.mean()) / exact.stddev()).abs().max()) < 0.2
