@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -41,8 +42,13 @@ from secure_fvi.silo import Silo
 
 #: The attack's name on the command line, and its score in audit.json.
 NAME, SCORE = "epsilon", "epsilon (lower bound)"
-#: Canaries and guesses on either side, by unit. Canary silos are parties of their own and cost as much.
-ONE_RUN = {"record": (5000, 50), "silo": (100, 25)}
+#: Canaries by unit, and guesses on either side by method. Canary silos are parties of their own and cost as much. Who
+#: assumes nothing makes few guesses and the surest ones; with a trade-off curve more are of use.
+CANARIES = {"record": 10_000, "silo": 100}
+GUESSES: dict[OneRunMethod, dict[str, int]] = {
+    "one run": {"record": 50, "silo": 25},
+    "one run, gaussian": {"record": 500, "silo": 25},
+}
 ONE_RUN_ROUNDS, ROUNDS = 12, 3
 _KINDS: tuple[Kind, ...] = ("dirac", "real")
 _METHODS: dict[Method, str] = {"clopper-pearson": "Clopper-Pearson", "gaussian": "Gaussian DP"}
@@ -81,32 +87,43 @@ def epsilon_rows(
             "the institutions have agreed, or audit a run on simulated data"
         )
     settings = Setting(model, algorithm, silos, replace(privacy, retries=0), simulated, rounds)
-    rows = [_one_run_row(replace(settings, rounds=max(rounds, ONE_RUN_ROUNDS)), told)]
+    rows = _one_run_rows(replace(settings, rounds=max(rounds, ONE_RUN_ROUNDS)), told)
     for kind in _KINDS:
         rows += _several_runs_rows(settings, kind, runs, told)
     return rows
 
 
-def _one_run_row(setting: Setting, told: Told) -> AuditRow:
-    canaries, each_side = ONE_RUN[setting.privacy.unit]
-    game = OneRunGame(setting, canaries)
-    missing = 0.25 if setting.privacy.unit == "record" else 0.0
-    told(f"{canaries} canaries in one run")
-    found, nothing = game.play(1, each_side)
-    told(f"{canaries} canaries in one run, {_words(missing)}")
-    caught, _ = game.play(2, each_side, missing)
-    return _row(
-        f"Dirac {setting.privacy.unit}s in one run",
-        setting,
-        game.claim,
-        (found.epsilon, caught.epsilon, nothing.epsilon),
-        missing,
-        method="one run",
-        assumption="none",
-        canaries=canaries,
-        guesses=found.guesses,
-        right=found.correct,
-    )
+def _one_run_rows(setting: Setting, told: Told) -> list[AuditRow]:
+    """One run, and one with less noise as control; what their scores prove by each method."""
+    unit, delta, out = setting.privacy.unit, setting.privacy.delta, []
+    game = OneRunGame(setting, CANARIES[unit])
+    missing = 0.25 if unit == "record" else 0.0
+    told(f"{game.canaries} canaries in one run")
+    found = game.play(1)
+    told(f"{game.canaries} canaries in one run, {_words(missing)}")
+    control = game.play(2, missing)
+    for method, sides in GUESSES.items():
+        if method != "one run" and setting.sampled:
+            continue
+        best, caught, nothing = (
+            guess(*played, sides[unit], delta, method) for played in (found, control, found.tossed_again())
+        )
+        out.append(
+            _row(
+                f"Dirac {unit}s in {method.replace('gaussian', 'Gaussian DP')}",
+                setting,
+                game.claim,
+                (best.epsilon, caught.epsilon, nothing.epsilon),
+                missing,
+                method=method,
+                assumption=best.assumption,
+                canaries=game.canaries,
+                guesses=best.guesses,
+                right=best.correct,
+                **({} if best.mu is None else {"mu": best.mu}),
+            )
+        )
+    return out
 
 
 def _several_runs_rows(setting: Setting, kind: Kind, runs: int, told: Told) -> list[AuditRow]:
@@ -115,10 +132,8 @@ def _several_runs_rows(setting: Setting, kind: Kind, runs: int, told: Told) -> l
     found = game.scores(range(runs), each=lambda: told(what))
     control = game.scores(range(runs), 0.0, lambda: told(f"{what}, {_words(0.0)}"))
     delta, out = setting.privacy.delta, []
-    # A sampled Gaussian has another trade-off curve, for which the second method proves nothing.
-    sampled = setting.privacy.unit == "record" and setting.algorithm.sampling_rate < 1
     for method, name in _METHODS.items():
-        if method == "gaussian" and sampled:
+        if method == "gaussian" and setting.sampled:
             continue
 
         def proven(scores: Scores, confidence: float = CONFIDENCE, method: Method = method) -> Any:
@@ -372,6 +387,16 @@ class Setting:
     rounds: int = 4
 
     @property
+    def sampled(self) -> bool:
+        """A sampled Gaussian has another trade-off curve, for which methods that assume a Gaussian's prove nothing."""
+        return self.rate < 1
+
+    @property
+    def rate(self) -> float:
+        """How often a record is in a round's batch, where records are what is protected."""
+        return self.algorithm.sampling_rate if self.privacy.unit == "record" else 1.0
+
+    @property
     def aggregation(self) -> SecureSum:
         """Whose totals the adversary sees; but with distributed noise, any sum has the same ones."""
         return Masked(consistency_check=False) if self.privacy.noise == "distributed" else Plain()
@@ -619,6 +644,17 @@ class Scores(NamedTuple):
         return Scores(mixed[: len(self.outside)], mixed[len(self.outside) :])
 
 
+class Played(NamedTuple):
+    """Of one run, by canary."""
+
+    scores: FloatArray  # (m,) large where it seems to be in
+    inside: npt.NDArray[np.bool_]  # (m,)
+
+    def tossed_again(self) -> Played:
+        """The same scores beside coins on which they do not depend: nothing can be found. For negative controls."""
+        return Played(self.scores, np.random.default_rng(7).random(len(self.inside)) < 0.5)
+
+
 class OneRunGame:
     """Many Dirac canaries in one run, each in with probability 1/2, one coordinate each.
 
@@ -642,9 +678,8 @@ class OneRunGame:
         """What such a run claims, by its accountant."""
         return self._rig.claim
 
-    def play(self, seed: int, each_side: int, noise: float = 1.0) -> tuple[OneRun, OneRun]:
-        """The bound of one run in which the `each_side` highest scores are called in and the lowest out; and what the
-        same scores prove of coins that were tossed again, which is nothing."""
+    def play(self, seed: int, noise: float = 1.0) -> Played:
+        """One run. `noise`: a factor on it behind the claim's back, for controls."""
         rng = np.random.default_rng([seed, 5])
         inside = rng.random(self.canaries) < 0.5
         coordinates = inert_coordinates(self._rig.server.problem)
@@ -662,13 +697,11 @@ class OneRunGame:
             }
             self._rig.run(f"one run {seed}", watch, noise=noise, programs=programs)
         else:
-            rate = self.setting.algorithm.sampling_rate
+            rate = self.setting.rate
             owner = np.resize(self._homes, self.canaries)
             gates = {names[j]: _with_canaries(coordinates[inside & (owner == j)], rate, rng) for j in self._homes}
             self._rig.run(f"one run {seed}", watch, noise=noise, gates=gates)
-        coins = (inside, rng.random(self.canaries) < 0.5)
-        found, nothing = (guess(scores, coin, each_side, self.setting.privacy.delta) for coin in coins)
-        return found, nothing
+        return Played(scores, inside)
 
 
 class InOrOut:
@@ -681,7 +714,7 @@ class InOrOut:
 
     def __init__(self, setting: Setting, kind: Kind, silo: int = 0, record: int | None = None) -> None:
         self.setting, self.kind, self._by_silo = setting, kind, setting.privacy.unit == "silo"
-        self._rate = 1.0 if self._by_silo else setting.algorithm.sampling_rate
+        self._rate = setting.rate
         outside = inside = list(setting.silos)
         everyone = range(len(outside))
         others: Sequence[int] = everyone
@@ -799,18 +832,26 @@ def _first_broadcast(setting: Setting) -> Broadcast:
 
 
 # ----
-# A lower bound on epsilon from one training run (Steinke, Nasr and Jagielski 2023, Theorem 5.2 and its Algorithm 1)
+# A lower bound on epsilon from one training run
 #
 # m canaries are each put in with probability 1/2 by the auditor's own coin. From what the run released the attack
-# guesses for some of them, fixed in number beforehand, whether they were in. If the run is (epsilon, delta)-private,
-# the number of correct guesses is, up to delta, at most Binomial(r, e^eps / (1 + e^eps)); a run that is guessed better
-# than that is not as private as epsilon says.
+# guesses for some of them, fixed in number beforehand, whether they were in, and a run that is guessed too well is not
+# as private as epsilon says.
+#
+# - `one run` (Steinke, Nasr and Jagielski 2023, Theorem 5.2 and its Algorithm 1): if the run is (epsilon, delta)-
+#   private, the number of correct guesses is, up to delta, at most Binomial(r, e^eps / (1 + e^eps)).
+# - `one run, gaussian` (Mahloujifar, Melis and Chaudhuri, ICML 2025, "Auditing f-DP in one run"): the trade-off curve
+#   bounds the chance of each number of correct guesses by that of one guess more. It is a bound only where the curve is
+#   that of mu-Gaussian DP, and then proves about half again as much.
 
-_LARGEST = 50.0
+OneRunMethod = Literal["one run", "one run, gaussian"]
+_LARGEST, _LARGEST_MU = 50.0, 10.0
+_STANDARD = NormalDist()
 
 
 class OneRun(NamedTuple):
-    """What one run proves: with the stated confidence the mechanism is not (epsilon, delta)-private below `epsilon`."""
+    """What one run proves, under `assumption`: with the stated confidence it is not (epsilon, delta)-private below
+    `epsilon`."""
 
     epsilon: float
     delta: float
@@ -818,6 +859,8 @@ class OneRun(NamedTuple):
     canaries: int
     guesses: int
     correct: int
+    assumption: str = ASSUMPTIONS["clopper-pearson"]
+    mu: float | None = None  # of Gaussian DP, where the method has one
 
 
 def p_value(epsilon: float, delta: float, canaries: int, guesses: int, correct: int) -> float:
@@ -832,7 +875,34 @@ def p_value(epsilon: float, delta: float, canaries: int, guesses: int, correct: 
     return min(1.0, beta + 2 * canaries * delta * alpha)
 
 
-def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> OneRun:
+def can_be_gaussian(mu: float, canaries: int, guesses: int, correct: int, allowed: float) -> bool:
+    """Whether a run under mu-Gaussian DP may let `correct` or more guesses be right more often than `allowed`.
+
+    Suppose that it does, and let a canary be drawn at random. Then r, the chance that it is guessed right in a run with
+    more than i right guesses, and w, that it is guessed wrong in one with at least i, start at i = `correct` from
+    shares of `allowed`; by Gaussian DP w is at least Phi(Phi^-1(r) - mu) for r of one guess more, and what w gains r
+    gains i / (guesses - i) times. In the end both cannot be more than the share of canaries that are guessed at all.
+    """
+    share = guesses / canaries
+    right, wrong = (allowed * share * n / guesses for n in (correct, guesses - correct))
+    for i in range(correct - 1, -1, -1):
+        if right + wrong > share:
+            return False
+        least = _STANDARD.cdf(_STANDARD.inv_cdf(right) - mu)
+        if least > wrong:
+            right, wrong = right + i / (guesses - i) * (least - wrong), least
+    return right + wrong <= share
+
+
+@functools.lru_cache
+def lower_bound(
+    canaries: int,
+    guesses: int,
+    correct: int,
+    delta: float,
+    confidence: float = CONFIDENCE,
+    method: OneRunMethod = "one run",
+) -> OneRun:
     """The largest epsilon that the guesses contradict at `confidence`; 0 where they contradict none.
 
     Raises InputError for counts that cannot be.
@@ -841,19 +911,34 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
         raise InputError(f"{correct} right of {guesses} guesses on {canaries} canaries cannot be")
     if not (0 <= delta < 1 and 0 < confidence < 1):
         raise InputError(f"delta = {delta} and confidence = {confidence} must lie in (0, 1)")
-    allowed = 1 - confidence
-
-    def excess(epsilon: float) -> float:
-        return p_value(epsilon, delta, canaries, guesses, correct) - allowed
-
-    epsilon = 0.0
-    if excess(0.0) < 0:
-        epsilon = _LARGEST if excess(_LARGEST) < 0 else float(brentq(excess, 0.0, _LARGEST, xtol=1e-10))
-    return OneRun(epsilon, delta, confidence, canaries, guesses, correct)
+    allowed, counts = 1 - confidence, (canaries, guesses, correct)
+    if method == "one run, gaussian":
+        mu = _edge(lambda mu: not can_be_gaussian(mu, *counts, allowed), _LARGEST_MU)
+        epsilon = epsilon_of_gaussian(mu, delta)
+        return OneRun(epsilon, delta, confidence, *counts, ASSUMPTIONS["gaussian"], mu)
+    epsilon = _edge(lambda epsilon: p_value(epsilon, delta, *counts) < allowed, _LARGEST)
+    return OneRun(epsilon, delta, confidence, *counts)
 
 
-def guess(scores: npt.NDArray[np.float64], inside: npt.NDArray[np.bool_], each_side: int, delta: float) -> OneRun:
+def _edge(contradicted: Callable[[float], bool], largest: float) -> float:
+    """The largest value from 0 to `largest` that is contradicted, from below; 0 where none is."""
+    if not contradicted(0.0) or contradicted(largest):
+        return largest if contradicted(0.0) else 0.0
+    least = 0.0
+    while largest - least > 1e-6:
+        middle = (least + largest) / 2
+        least, largest = (middle, largest) if contradicted(middle) else (least, middle)
+    return least
+
+
+def guess(
+    scores: FloatArray,
+    inside: npt.NDArray[np.bool_],
+    each_side: int,
+    delta: float,
+    method: OneRunMethod = "one run",
+) -> OneRun:
     """Call the `each_side` highest scores in and the lowest out; `each_side` is fixed before scores are seen."""
     order = np.argsort(scores, kind="stable")
     correct = int(inside[order[-each_side:]].sum() + (~inside[order[:each_side]]).sum())
-    return lower_bound(len(scores), 2 * each_side, correct, delta)
+    return lower_bound(len(scores), 2 * each_side, correct, delta, method=method)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from scipy.optimize import brentq
 
-from secure_fvi.audits.epsilon import guess, lower_bound
+from secure_fvi.audits.epsilon import OneRunMethod, epsilon_of_gaussian, guess, lower_bound
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.accounting import epsilon
 from secure_fvi.privacy.events import Gaussian
@@ -23,13 +24,15 @@ def test_check_values(m: int, r: int, v: int, pure: float, approximate: float) -
     assert lower_bound(m, r, v, 1e-5).epsilon == pytest.approx(approximate, abs=5e-5)
 
 
-def bounds_of_a_gaussian(each_side: int = 100, seed: int = 1) -> npt.NDArray[np.float64]:
-    """(200,) bounds on epsilon of a mechanism that releases each of 10,000 canaries' bit plus N(0, 1)."""
+def bounds_of_a_gaussian(
+    each_side: int = 100, seed: int = 1, method: OneRunMethod = "one run", mu: float = 1.0, canaries: int = 10_000
+) -> npt.NDArray[np.float64]:
+    """(200,) bounds on epsilon of a mechanism that releases each canary's bit times mu, plus N(0, 1)."""
     rng, bounds = np.random.default_rng(seed), np.empty(200)
     for k in range(len(bounds)):
-        inside = rng.random(10_000) < 0.5
-        scores = inside + rng.standard_normal(len(inside))
-        bounds[k] = guess(scores, inside, each_side, DELTA).epsilon
+        inside = rng.random(canaries) < 0.5
+        scores = mu * inside + rng.standard_normal(len(inside))
+        bounds[k] = guess(scores, inside, each_side, DELTA, method).epsilon
     return bounds
 
 
@@ -40,6 +43,27 @@ def test_a_gaussian_mechanism_is_bounded_below_and_hardly_ever_above_the_truth()
     assert truth == pytest.approx(4.37, abs=0.02)
     assert np.median(found) >= 2.2
     assert (found > truth).mean() <= 0.05
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+def test_a_curve_proves_half_again_as_much_and_hardly_ever_more_than_the_truth(epsilon: float) -> None:
+    """5,000 canaries and 500 guesses, as audits have. 20 or more of 200 above the truth would be a false alarm with
+    probability .004 at 5% each."""
+    mu = brentq(lambda mu: epsilon_of_gaussian(mu, DELTA) - epsilon, 0.02, 5)
+    curve = bounds_of_a_gaussian(250, 1, "one run, gaussian", mu, 5000)
+    assert np.median(curve) > 0.53 * epsilon
+    assert (curve > epsilon).sum() < 20
+    assert np.median(curve) > 1.2 * np.median(bounds_of_a_gaussian(50, 1, "one run", mu, 5000))
+
+
+def test_a_curve_that_is_no_gaussian_proves_too_much() -> None:
+    """Randomised response of epsilon 1: what assumes a Gaussian's curve is no bound there. The other one is."""
+    rng = np.random.default_rng(1)
+    inside = rng.random(5000) < 0.5
+    told = np.where(rng.random(5000) < 1 / (1 + np.exp(-1.0)), inside, ~inside) + 1e-9 * rng.standard_normal(5000)
+    found = guess(told, inside, 2000, DELTA, "one run, gaussian")
+    assert found.epsilon > 1 > guess(told, inside, 2000, DELTA).epsilon
+    assert "Gaussian" in found.assumption
 
 
 @pytest.mark.slow
@@ -55,7 +79,10 @@ def test_the_bound_for_100_to_400_guesses(each_side: int) -> None:
 def test_guessing_at_random_proves_nothing() -> None:
     rng = np.random.default_rng(2)
     assert guess(rng.standard_normal(5000), rng.random(5000) < 0.5, 200, 1e-5).epsilon < 0.2
-    assert lower_bound(100, 50, 20, 1e-5).epsilon == 0
+    assert guess(rng.standard_normal(5000), rng.random(5000) < 0.5, 250, 1e-5, "one run, gaussian").epsilon < 0.2
+    for method in ("one run", "one run, gaussian"):
+        assert lower_bound(100, 50, 20, 1e-5, method=method).epsilon == 0
+        assert lower_bound(100, 50, 0, 1e-5, method=method).epsilon == 0
 
 
 def test_impossible_counts_are_refused() -> None:
