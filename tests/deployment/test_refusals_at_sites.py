@@ -659,7 +659,7 @@ def test_the_last_message_of_countersigning_opens_no_door_by_itself(world: World
     offer, join = _offered(world, tmp_path)
     hub, east = world.homes["hub"], world.homes["east"]
     with closing(open_ledger(east)) as ledger:
-        ledger.set_budget(Budget("data", 1.0, 1e-5))
+        ledger.set_budget(Budget("others", 1.0, 1e-5))
     kept: list[bytes] = []
 
     def through(site: Site) -> None:

@@ -193,6 +193,7 @@ def test_of_data_that_cannot_be_used_there_is_noise(
 ) -> None:
     """As above, of a file that cannot be read, or whose silo is private as a whole: the sums before noise are zero. The
     control: without privacy the site refuses, which is one bit without noise, three times and no more."""
+    other = world.copy(tmp_path / "other")  # the ledger of this one will have a budget, which exact jobs keep off
     study = Study(world, tmp_path / "job", PRIVACY[unit])
     study.spoil(line)
     wrong = ran(study)
@@ -203,7 +204,7 @@ def test_of_data_that_cannot_be_used_there_is_noise(
     assert status == 1
     assert why in said
     assert "what leaves is noise" in said
-    plain = Study(world, tmp_path / "plain", None)
+    plain = Study(other, tmp_path / "plain", None)
     plain.spoil(line)
     with pytest.raises(DataError, match=why):
         plain.join()
