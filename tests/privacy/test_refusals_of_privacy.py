@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.privacy import accounting
 from secure_fvi.privacy.accounting import smallest_budget, solve_noise
-from secure_fvi.privacy.chain import GENESIS, RECEIPT, ChainKind, ChainReader, Row, check_keys, make_row
+from secure_fvi.privacy.chain import GENESIS, RECEIPT, ChainKind, ChainReader, Row, check_keys, link, make_row
 from secure_fvi.privacy.chain_file import verify_chain
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam, from_dict
 from secure_fvi.privacy.gate import Gate
@@ -154,6 +155,24 @@ def test_rows_that_do_not_say_what_their_kind_says(case: str) -> None:
         chain.follow(row(chain, kind, body))
     assert chain.length == 3
     chain.follow(row(chain, "release", RELEASE))
+
+
+@pytest.mark.parametrize("odd", [{"time": "x"}, {"body": 5}, {}])
+def test_a_row_of_odd_types_that_is_hashed_as_it_stands(odd: dict[str, Any]) -> None:
+    """By somebody who may write into the file. The control is a row as it should be."""
+    chain = begun()
+    found = row(chain, "release", RELEASE)._replace(**odd)
+    found = found._replace(hash=link(chain.kind, found.previous, found.content(chain.kind, chain.silo)))
+    with pytest.raises(ProtocolError, match="not well-formed") if odd else nullcontext():
+        chain.follow(found)
+
+
+def test_a_job_that_no_order_admits_has_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one would be to which its own delta leaves nothing. The control is the filter as it is."""
+    assert smallest_budget(gaussian_job()).epsilon > 0
+    monkeypatch.setattr(accounting, "admitted", lambda *_: False)
+    with pytest.raises(InputError, match="no order of the filter admits job 'job'"):
+        smallest_budget(gaussian_job())
 
 
 @pytest.mark.parametrize(
