@@ -32,13 +32,9 @@ class RunProgress:
         self._began: float | None = None
         self._first_round = 0
         self._shown = 0.0
-        self._objective: float | None = None
 
     def update(self, progress: driving.Progress) -> None:
         """Take note of a round and, a few times a second at most, show it."""
-        # The objective of one round is noisy by several nats; a decaying mean shows where it goes.
-        old = self._objective
-        self._objective = progress.objective if old is None else old + 0.02 * (progress.objective - old)
         now = time.monotonic()
         if self._began is None:
             self._began, self._first_round = now, progress.round
@@ -75,7 +71,7 @@ class RunProgress:
             self._bar.task_ids[0],
             description=progress.phase,
             completed=progress.round,
-            objective=self._bound,
+            objective=_bound(progress),
             rate=progress.learning_rate,
             r_hat=_r_hat(progress),
             left=self._left(progress, seconds),
@@ -84,7 +80,7 @@ class RunProgress:
     def _show_line(self, progress: driving.Progress, seconds: float) -> None:
         left = self._left(progress, seconds)
         print(
-            f"round {progress.round}/{progress.max_rounds} ({progress.phase}){self._bound}, "
+            f"round {progress.round}/{progress.max_rounds} ({progress.phase}){_bound(progress)}, "
             f"rate {progress.learning_rate:.2g}{_r_hat(progress)}{', ' * bool(left)}{left}",
             file=sys.stderr,
         )
@@ -101,11 +97,6 @@ class RunProgress:
         after = "" if progress.ending is None else ", and the final sums after it"
         return f"about {rest:.0f} s to round {progress.max_rounds} at this pace{after}"
 
-    @property
-    def _bound(self) -> str:
-        shown = self._objective is not None and math.isfinite(self._objective)
-        return f", bound {self._objective:.2f}" if shown else ""
-
     def __enter__(self) -> Self:
         return self
 
@@ -118,3 +109,8 @@ class RunProgress:
 
 def _r_hat(progress: driving.Progress) -> str:
     return "" if progress.r_hat is None else f", R-hat {progress.r_hat:.3f}"
+
+
+def _bound(progress: driving.Progress) -> str:
+    """Of this round alone, as the silos told it: of algorithms that draw in each round noisy by several nats."""
+    return f", bound {progress.objective:.2f}" if math.isfinite(progress.objective) else ""

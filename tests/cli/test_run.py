@@ -257,8 +257,9 @@ def test_no_pace_of_rounds_tells_when_the_final_sums_are_done(
     for ending in (False, None):
         shown = RunProgress(False)
         shown.update(progress(1)._replace(ending=ending))
-        shown.update(progress(2)._replace(ending=ending))
+        shown.update(progress(2)._replace(ending=ending, objective=-12345.0))
         left = capsys.readouterr().err
+        assert ", bound -12345.00, " in left  # the round's own: a mean over rounds would move long after q is at rest
         assert "s to round 1000 at this pace" in left
         assert ("and the final sums after it" in left) == (ending is False)
     shown.update(progress(2)._replace(ending=True))
