@@ -150,6 +150,10 @@ class FederatedModel:
         """Draws (S, ...) of the global sites under the names and in the units that users read; None: the sites' own."""
         return None
 
+    def told(self, result: Any) -> dict[str, Any]:
+        """What result.json says of a result besides, for reports; of totals alone."""
+        return {}
+
     def for_new(self, data: Any, scored: bool) -> tuple[FederatedModel, Any, Callable[[dict[str, Tensor]], Any]]:
         """For new records: the program to run, `data` as it takes them, and what makes of its draws what users read.
         scored: whether their density is asked for, and not draws."""

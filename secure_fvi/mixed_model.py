@@ -49,6 +49,7 @@ from secure_fvi.formula import (
     response_of,
 )
 from secure_fvi.runs.wording import nearest
+from secure_fvi.summary import counts_noise, quantiles, shown, weighted_moments
 from secure_fvi.supports import ReachesFar, ReachesZero
 from secure_fvi.tables import Coded, code_columns
 
@@ -77,6 +78,8 @@ _STEPS = 200
 #: Of one with latents of silos, which are integrated out around their mode and whose steps take many draws.
 _FEW_STEPS = 40
 _DRAWS = 20_000
+#: By how many of its sds a prior moves a mean that rests much on it.
+_PULLED = 0.5
 #: Families whose likelihood is log-concave in the linear predictor.
 _LOG_CONCAVE = ("gaussian", "bernoulli", "binomial", "poisson", "negbinomial", "ordinal")
 #: Two tables that are alike with less than this probability are one table.
@@ -304,6 +307,9 @@ class Program:
             eta = eta + self._part(data, at, effects[data[f"g{at}"]])
         given = given or self._observed(like)
         with pyro.plate(_PLATE, records, dim=-2):
+            if self.response.scale != 1:  # the density of the response in its own unit, not of the standardised one
+                rows = (present * data.get("weights", 1.0)).sum(-1, keepdim=True)
+                pyro.factor("unit", -math.log(self.response.scale) * rows)
             if self.integrated and own:
                 designs = [self._own_design(data, at, present) @ factor for at, _, factor in own]
                 design = torch.cat(designs, -1)
@@ -683,9 +689,13 @@ class MixedModel(FederatedModel):
         if told := [n for t in of.terms if t.place == "global" for n in t.of.group if not of.dictionary[n].shared]:
             raise InputError(f"model.options.shared: sites' dictionaries have to say it: shared = true of '{told[0]}'")
 
-    def summary(self, result: Result, draws: int = _DRAWS) -> Summary:
-        """The posterior in the user's units."""
-        return _summary(self, result, draws)
+    def summary(self, result: Result) -> Summary:
+        """The posterior in the user's units, of the draws that `Result.summary` is of."""
+        return _summary(self, result)
+
+    def told(self, result: Any) -> dict[str, Any]:
+        found = self.summary(result)
+        return {"formula": {**found.to_json(), "ratio": found.ratio, "notes": list(found.notes), "is": self.describe()}}
 
     def describe(self) -> list[str]:
         """What the formula came to: where groups live, and the priors, in the user's units. A line each."""
@@ -1051,6 +1061,14 @@ class Line(NamedTuple):
     high: float
     ratio: tuple[float, float, float] | None
 
+    def shown(self) -> list[str]:
+        """Estimate, sd and interval, to as many digits as the sd warrants."""
+        return [shown(n, self.sd) for n in (self.estimate, self.sd, self.low, self.high)]
+
+    def shown_ratio(self) -> list[str]:
+        """The ratio and its interval; the sd of a ratio grows with it."""
+        return [shown(n, n * self.sd) for n in self.ratio or ()]
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -1062,6 +1080,7 @@ class Summary:
     own: tuple[Line, ...]
     ratio: str
     foot: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # those lines of the foot that are of this formula's data and priors
 
     def __str__(self) -> str:
         lines = list(self.head)
@@ -1082,8 +1101,7 @@ def _table(title: str, rows: Sequence[Line], ratio: str) -> list[str]:
     heads = [title, "estimate", "sd", "2.5%", "97.5%", *([ratio, "2.5%", "97.5%"] if ratio else [])]
     cells = [heads]
     for row in rows:
-        numbers = [row.estimate, row.sd, row.low, row.high, *((row.ratio or ()) if ratio else ())]
-        cells.append([row.name, *(f"{n:.3f}" if n == 0 or 0.01 <= abs(n) < 1000 else f"{n:.3g}" for n in numbers)])
+        cells.append([row.name, *row.shown(), *((row.shown_ratio() if row.ratio else ()) if ratio else ())])
     widths = [max(len(r[k]) for r in cells if k < len(r)) for k in range(len(heads))]
     return [
         "  ".join(
@@ -1093,11 +1111,11 @@ def _table(title: str, rows: Sequence[Line], ratio: str) -> list[str]:
     ]
 
 
-def _line(name: str, draws: Tensor, ratio: bool = False) -> Line:
-    low, high = (float(torch.quantile(draws, q)) for q in (0.025, 0.975))
-    mean = float(draws.mean())
+def _line(name: str, draws: Tensor, weights: Tensor, ratio: bool = False) -> Line:
+    low, high = quantiles(draws, weights, (2.5, 97.5)).tolist()
+    mean, sd = map(float, weighted_moments(draws, weights))
     exp = (math.exp(mean), math.exp(low), math.exp(high)) if ratio else None
-    return Line(name, mean, float(draws.std()), low, high, exp)
+    return Line(name, mean, sd, low, high, exp)
 
 
 def user_draws(model: MixedModel, sites: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -1155,37 +1173,51 @@ def _prior_of(of: Parts, at: int) -> tuple[str, float, float]:
     return of.fixed.names[at], float(of.priors.mean[at]) * unit, float(of.priors.sd[at]) * unit
 
 
-def _by_prior(of: Parts, found: Mapping[str, Tensor]) -> list[str]:
-    """What is said of coefficients on which the prior says much, each in the terms of its prior. `found`: draws (n,) by
-    name, in the table's."""
-    if not of.kept:
-        return []
-    user = torch.stack([found[of.fixed.names[at]] for at in of.kept], -1)
-    back = np.linalg.inv(of.fixed.to_user[np.ix_(of.kept, of.kept)]) / of.fixed.scales[of.kept, None]
-    fitted = user @ torch.from_numpy(back).to(user).mT
+def _by_prior(of: Parts, found: Mapping[str, Tensor], weights: Tensor) -> list[str]:
+    """What is said of coefficients and groups' sds on which the prior says much, each in the terms of its prior.
+    `found`: draws (n,) by name, in the table's, by `weights` (n,)."""
     said = []
-    for draws, at in zip(fitted.mT, of.kept, strict=True):
-        name, mean, sd = _prior_of(of, at)
-        if at == of.fixed.intercept:
-            if abs(float(draws.mean()) - of.response.centre - mean) > 2 * sd:
+    if of.kept:
+        user = torch.stack([found[of.fixed.names[at]] for at in of.kept], -1)
+        back = np.linalg.inv(of.fixed.to_user[np.ix_(of.kept, of.kept)]) / of.fixed.scales[of.kept, None]
+        fitted = user @ torch.from_numpy(back).to(user).mT
+        for draws, at in zip(fitted.mT, of.kept, strict=True):
+            name, mean, sd = _prior_of(of, at)
+            mean += of.response.centre if at == of.fixed.intercept else 0.0
+            if not _rests(draws, weights, -0.5 * ((draws - mean) / sd).square(), sd):
+                continue
+            if at == of.fixed.intercept:
+                given, where = float(of.priors.sd[at]) != _NORMAL, ", where other columns are at their centres,"
+                cure = "is the default: give an offset in a unit in which it is small, as hours/1000, or give priors"
+            else:
+                given = (float(of.priors.mean[at]), float(of.priors.sd[at])) != (0.0, _NORMAL)
+                where = _where(of.fixed.centres_of(at))
+                cure = "follows from the dictionary's range: narrow that to what occurs, or give priors"
+            cure = "was given" if given else cure
+            said.append(f"'{name}'{where} rests much on its prior, normal({mean:.3g}, {sd:.3g}), which {cure}")
+    for t in of.terms:
+        for name, scale in zip(t.design.names, _half_t(of, t), strict=True):
+            draws = found[f"sd({t.name}) {name}"]
+            if not _centres(t.design) and _rests(draws, weights, -2 * ((draws / scale).square() / 3).log1p()):
                 said.append(
-                    f"'{name}', where other columns are at their centres, rests much on its prior, normal("
-                    f"{mean + of.response.centre:.3g}, {sd:.3g}): give priors, or an offset in a unit in which it is "
-                    "small, as hours/1000"
+                    f"'sd({t.name}) {name}' rests much on its prior, half-t(3, {scale:.3g}): groups are few, or their "
+                    f"rows; give priors = {{'sd_{t.name}': ...}} where more is known"
                 )
-            continue
-        if float(draws.std()) <= 0.5 * sd and abs(float(draws.mean()) - mean) <= 2 * sd:
-            continue
-        given = (float(of.priors.mean[at]), float(of.priors.sd[at])) != (0.0, _NORMAL)
-        said.append(
-            f"'{name}'{_where(of.fixed.centres_of(at))} rests much on its prior, normal({mean:.3g}, {sd:.3g}), which "
-            + (
-                "was given"
-                if given
-                else "follows from the dictionary's range: narrow that to what occurs, or give priors"
-            )
-        )
     return said
+
+
+def _rests(draws: Tensor, weights: Tensor, log_prior: Tensor, sd: float = math.inf) -> bool:
+    """Whether a parameter rests much on its prior: where it is wider than half the prior's `sd`, or where a prior of
+    another power would move its mean by many sds (d mean / d power = cov(draws, log prior); Kallioinen et al. 2024). To
+    lie far out in a prior is not enough: where data say much they say it there too."""
+    mean, spread = weighted_moments(draws, weights)
+    moved = float((weights.to(draws) * (draws - mean) * log_prior).sum())
+    return float(spread) > 0.5 * sd or abs(moved) > _PULLED * float(spread)
+
+
+def _half_t(of: Parts, term: Term) -> list[float]:
+    """Scales of the priors of a term's sds, in the table's units."""
+    return [of.priors.group_sd[term.name] * of.response.scale / float(scale) for scale in term.design.scales]
 
 
 def _counted(of: Parts) -> list[str]:
@@ -1194,13 +1226,13 @@ def _counted(of: Parts) -> list[str]:
     return [f"rows with a gap that were left out: {rows}"] if left else []
 
 
-def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
+def _summary(model: MixedModel, result: Result) -> Summary:
     of, family = model.of, FAMILIES[model.family]
     theirs = getattr(getattr(result, "problem", None), "model", None)
     if isinstance(theirs, MixedModel) and theirs.identity != model.identity:
         raise InputError("the result is of another model: another formula, family, dictionary, priors or options")
-    found = user_draws(model, result.sample(draws))
-    lines = {name: _line(name, d, bool(family.ratio) and name != "(Intercept)") for name, d in found.items()}
+    found, weights = result.readable() or _as_drawn(model, result)
+    lines = {name: _line(name, d, weights, bool(family.ratio) and name != "(Intercept)") for name, d in found.items()}
     effects = [n for n in lines if n in of.fixed.names or "|" in n]
     groups = [n for n in lines if n.startswith(("sd(", "cor("))]
     state = {True: "converged", False: "NOT converged", None: "not assessed"}[result.converged]
@@ -1213,17 +1245,29 @@ def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
     records = result.metrics.get("records")
     label = model.record_label or "row"
     counted = () if records is None else (f"{records:g} records (a record is a {label}), over all silos",)
+    notes = (
+        *(_counted(of) if result.privacy is None else ()),
+        *_by_prior(of, found, weights),
+    )
+    noise = counts_noise(result.privacy)
     foot = (
         *counted,
-        *(_counted(of) if result.privacy is None else ()),
-        *_by_prior(of, found),
+        *notes,
+        *([noise] if noise else []),
         f"{state} after {result.rounds} rounds: {result.convergence['reason']}",
     )
     rest = [n for n in lines if n not in effects and n not in groups]
     return Summary(
         head, tuple(lines[n] if "|" not in n else lines[n]._replace(ratio=None) for n in effects),
         tuple(lines[n] for n in groups), tuple(lines[n]._replace(ratio=None) for n in rest), family.ratio, foot,
+        notes,
     )  # fmt: skip
+
+
+def _as_drawn(model: MixedModel, result: Result) -> tuple[dict[str, Tensor], Tensor]:
+    """Of a point, or of a result that does not know the model."""
+    found = user_draws(model, result.sample(_DRAWS))
+    return found, torch.full((_DRAWS,), 1 / _DRAWS, dtype=torch.float64)
 
 
 def _described(model: MixedModel, where: bool = True) -> list[str]:
@@ -1244,10 +1288,9 @@ def _described(model: MixedModel, where: bool = True) -> list[str]:
             centred = ", where other columns are at their centres"
         said.append(f"prior of {name}: normal({mean:.4g}, {sd:.4g}){centred}")
     for t in of.terms:
-        scale = of.priors.group_sd[t.name] * of.response.scale
-        said += [f"prior of sd({t.name}) {name}: half-t(3, {scale / float(of_one):.4g})"
+        said += [f"prior of sd({t.name}) {name}: half-t(3, {scale:.4g})"
                  + (_where(t.design.centres_of(at)) if where else "")
-                 for at, (name, of_one) in enumerate(zip(t.design.names, t.design.scales, strict=True))]  # fmt: skip
+                 for at, (name, scale) in enumerate(zip(t.design.names, _half_t(of, t), strict=True))]  # fmt: skip
     if correlated := [t for t in of.terms if t.correlated]:
         centres: dict[str, float] = {}
         for t in correlated if where else ():

@@ -127,7 +127,7 @@ class RunSummary:
         sites and by 20,000 draws for others (standard error of the 5% quantile: .015 sd). Latents of silos and records
         have no row: they stay at their silos. What is shown follows from broadcasts and totals; everyone may see it.
         """
-        refined, read = getattr(self, "refined", None), self._readable()
+        refined, read = getattr(self, "refined", None), self.readable()
         if read is not None:
             return of_draws(self, *read, refined)
         if refined is not None:
@@ -142,7 +142,7 @@ class RunSummary:
         From the draws of `summary`; standard error .007 or less where these are 20,000. Raises InputError for a site
         that there is not, a point, which has none, and more than 2,000 scalars. Everyone may see them.
         """
-        read = self._readable()
+        read = self.readable()
         known = self.posterior if read is None else SitePosteriors(dict.fromkeys(read[0], None))  # type: ignore[arg-type]
         names = list(known) if sites is None else list(sites)
         for name in names:
@@ -156,7 +156,7 @@ class RunSummary:
         sqrt(sd^2 - sd of the same data without noise^2). None where sds do not count it."""
         return None
 
-    def _readable(self) -> tuple[Params, Tensor] | None:
+    def readable(self) -> tuple[Params, Tensor] | None:
         """Draws of a formula's parameters by the user's names, in the user's units, and weights; None for a model whose
         sites users know, and for a point."""
         return None
@@ -167,9 +167,9 @@ class RunSummary:
         """
         about = {"algorithm": self.algorithm, "converged": str(self.converged), "summary": heading(self)}
         draws = self.sample(n, seed)
-        return to_arviz(self._named(draws), about)
+        return to_arviz(self.named(draws), about)
 
-    def _named(self, draws: Params) -> Params:
+    def named(self, draws: Params) -> Params:
         """Draws under the names that users read."""
         return draws
 
@@ -260,23 +260,23 @@ class Result(RunSummary):
         else:
             n = _moment_draws(moments.mean.numel() for moments in self.posterior.values())
             whole, less = (
-                self._named(draw_global(self.problem, p, n, _MOMENT_SEED)) for p in (self.variational, without)
+                self.named(draw_global(self.problem, p, n, _MOMENT_SEED)) for p in (self.variational, without)
             )
             both = {name: (value.std(0), less[name].std(0)) for name, value in whole.items()}
         return {name: (sd.square() - less.square()).clamp(min=0).sqrt() for name, (sd, less) in both.items()}
 
-    def _named(self, draws: Params) -> Params:
+    def named(self, draws: Params) -> Params:
         found = self.problem.model.readable(draws)
         return draws if found is None else found
 
-    def _readable(self) -> tuple[Params, Tensor] | None:
+    def readable(self) -> tuple[Params, Tensor] | None:
         if self.variational.family.noise_size == 0 or not self.posterior:
             return None
         one = {site: moments.mean.unsqueeze(0) for site, moments in self.posterior.items()}
         if self.problem.model.readable(one) is None:
             return None
         draws, weights = self._weighted(list(self.posterior))
-        return self._named(draws), weights
+        return self.named(draws), weights
 
     def _quantiles(self) -> Params | None:
         if self.variational.family.noise_size == 0:
@@ -347,8 +347,10 @@ class Result(RunSummary):
         `sf.load` needs: sites, shapes and types, no value."""
         problem, layout, identity = self.problem, self.problem.layout, self.problem.model.identity
         counted = self.variational.counted
-        read = self._readable()
-        named: dict[str, Any] = {} if read is None else {"parameters": of_draws(self, *read).to_dict()}
+        read = self.readable()
+        named: dict[str, Any] = {}
+        if read is not None:
+            named = {"parameters": of_draws(self, *read).to_dict(), **problem.model.told(self)}
         apart = self.noise_sd
         if apart is not None:
             named["noise"] = {

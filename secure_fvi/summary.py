@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,6 +40,18 @@ def labels(site: str, shape: tuple[int, ...]) -> list[str]:
     if not shape:
         return [site]
     return [f"{site}[{','.join(map(str, index))}]" for index in itertools.product(*map(range, shape))]
+
+
+def shown(value: float | None, sd: float | None) -> str:
+    """`value` for people: to three digits of its `sd`, whatever its scale; to four of its own where it has none."""
+    if value is None:
+        return "-"
+    if sd is None or not 0 < sd < math.inf or not math.isfinite(value):
+        return f"{value:.4g}"
+    places = 2 - math.floor(math.log10(sd))
+    if -4 <= places <= 6:
+        return f"{round(value, places) + 0.0:.{max(places, 0)}f}"  # no -0
+    return f"{value:.{max(3, math.floor(math.log10(abs(value) or sd)) + 1 + places)}g}"
 
 
 class Row(NamedTuple):
@@ -114,8 +127,8 @@ class Summary(_Printed):
         for column in self._columns:
             table.add_column(column, justify="right")
         for row in self.rows[:MOST_ROWS]:
-            numbers = row[1 : 1 + len(self._columns)]
-            table.add_row(_plain(row.name), *("-" if value is None else f"{value:.4g}" for value in numbers))
+            numbers: Any = row[1 : 1 + len(self._columns)]
+            table.add_row(_plain(row.name), *(shown(value, row.sd) for value in numbers))
         yield table
         if len(self.rows) > MOST_ROWS:
             yield f"and {len(self.rows) - MOST_ROWS} more, in .rows"
@@ -181,14 +194,14 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
     return "sds and quantiles count the noise of privacy; not what clipping moves, where it cuts one side more"
 
 
-def quantiles(draws: Tensor, weights: Tensor) -> Tensor:
-    """The `LEVELS` of draws (S, *shape), by weights (S,) that add up to 1: (3, *shape). Each is the smallest draw up to
-    which the weights reach the level."""
+def quantiles(draws: Tensor, weights: Tensor, levels: Sequence[float] = LEVELS) -> Tensor:
+    """The `levels`, per cent, of draws (S, *shape), by weights (S,) that add up to 1: (levels, *shape). Each is the
+    smallest draw up to which the weights reach the level."""
     values, order = draws.reshape(len(draws), -1).sort(0)
     reached = weights.to(draws)[order].cumsum(0)
     # A sum of weights may fall short of a level that it equals by rounding.
-    at = torch.stack([(reached < level / 100 - 1e-9).sum(0) for level in LEVELS]).clamp(max=len(draws) - 1)
-    return values.gather(0, at).reshape(len(LEVELS), *draws.shape[1:])
+    at = torch.stack([(reached < level / 100 - 1e-9).sum(0) for level in levels]).clamp(max=len(draws) - 1)
+    return values.gather(0, at).reshape(len(levels), *draws.shape[1:])
 
 
 def weighted_moments(draws: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

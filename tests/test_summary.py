@@ -19,7 +19,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import progress
-from secure_fvi.summary import MOST_ROWS, Summary, correlated, labels, quantiles, weighted_moments
+from secure_fvi.summary import MOST_ROWS, Summary, correlated, labels, quantiles, shown, weighted_moments
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning", "ignore::FutureWarning")
 FEW = sf.SFVI(iterations=4)
@@ -71,6 +71,20 @@ def test_the_first_line_says_whether_it_converged_and_why_not(slopes: sf.Result)
     assert str(long.summary()).splitlines()[0].count("word") == 60
     assert str(replace(slopes, converged=True).summary()).splitlines()[0] == "sfvi, 4 rounds, converged"
     assert repr(found.summary()) == str(found.summary())
+
+
+@pytest.mark.parametrize(
+    ("value", "sd", "said"),
+    [
+        (0.39123, 0.1234, "0.391"), (0.000391234, 0.0000123, "0.0003912"), (96.8812, 1.59, "96.88"),
+        (1234567.8, 4321.0, "1234570"), (-0.0004, 0.5, "0.000"), (3.21e-9, 1.5e-10, "3.21e-09"), (12.0, 0.0, "12"),
+        (12.3456, None, "12.35"), (None, 1.0, "-"), (math.nan, 1.0, "nan"), (0.0, 1e-9, "0"),
+    ],
+)  # fmt: skip
+def test_numbers_have_the_digits_that_their_sds_warrant(value: float | None, sd: float | None, said: str) -> None:
+    """Control: at three decimals, as tables are otherwise printed, the second is 0."""
+    assert shown(value, sd) == said
+    assert f"{0.000391234:.3f}" == "0.000"
 
 
 def test_it_prints_in_a_console_and_cuts_what_would_fill_screens(slopes: sf.Result) -> None:

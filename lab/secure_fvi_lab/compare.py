@@ -76,6 +76,7 @@ def _print(comparison: dict[str, Any]) -> None:
 
     from secure_fvi.cli.tables import MOST_ROWS, plain_console, say_left_out
     from secure_fvi.runs.marginals import comparison_rows
+    from secure_fvi.summary import shown
 
     name = comparison["reference"].upper()
     ess = f"smallest effective sample size {comparison['ess']:.0f}"
@@ -90,10 +91,10 @@ def _print(comparison: dict[str, Any]) -> None:
     for row in rows[:MOST_ROWS]:
         table.add_row(
             row.label,
-            f"{row.mean:.4g}",
-            f"{row.sd:.4g}",
-            f"{row.run_mean:.4g}",
-            f"{row.run_sd:.4g}",
+            shown(row.mean, row.sd),
+            shown(row.sd, row.sd),
+            shown(row.run_mean, row.sd),
+            shown(row.run_sd, row.sd),
             f"{row.error:+.3f}",
             f"{row.ratio:.3f}",
         )

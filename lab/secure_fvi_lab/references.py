@@ -389,9 +389,10 @@ def compare(
         "r_hat": found.r_hat,
         "ess": found.ess,
         "sites": {site: _row(found.sites[site].flatten(0, 1), result["posterior"][site]) for site in sites},
-        "marginals": marginals({site: found.sites[site].flatten(0, 1) for site in sites}),
     }
-    named = federation.model.readable({site: found.sites[site].flatten(0, 1) for site in sites})
+    flat = {site: found.sites[site].flatten(0, 1) for site in sites}
+    named = federation.model.readable(flat)
+    content["marginals"] = marginals(flat if named is None else named)
     if named is not None and "parameters" in result:
         content["parameters"] = {name: _row(draws, result["parameters"][name]) for name, draws in named.items()}
     write_atomically(directory / "compare.json", json.dumps(content, indent=2).encode(), private=exact)

@@ -26,6 +26,7 @@ _QUERY = "One SELECT over a site's table, which it calls data: one for all sites
 @click.option("--missing", type=click.Choice(["refuse", "drop"]), help="Of rows with a gap; refused unless said.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of a run's file, such as seed=7.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the results, if they are to be kept.")
+@click.option("--priors", is_flag=True, help="Print priors, and where groups live, below the table.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def fit(
     formula: str,
@@ -35,6 +36,7 @@ def fit(
     queries: tuple[str, ...],
     overrides: tuple[str, ...],
     out: Path | None,
+    priors: bool,
     quiet: bool,
     **options: Any,
 ) -> None:
@@ -81,7 +83,7 @@ def fit(
                 compile=settings.compile, threads=federation.threads, on_round=progress.update,
             )  # fmt: skip
     assert result is not None
-    print_result(result)
+    print_result(result, priors)
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")
     click.get_current_context().exit(exit_code(result.to_json()))

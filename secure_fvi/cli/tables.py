@@ -11,6 +11,7 @@ from rich.table import Table
 from secure_fvi.errors import NOT_CONVERGED
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.runs.marginals import posterior_rows, reason, standing
+from secure_fvi.summary import shown
 
 if TYPE_CHECKING:
     from secure_fvi.results import RunSummary
@@ -42,16 +43,17 @@ def print_posterior(result: dict[str, Any]) -> None:
     table.add_column("sd", justify="right")
     rows = posterior_rows(result)
     for row in rows[:MOST_ROWS]:
-        table.add_row(row.label, f"{row.mean:.4g}", f"{row.sd:.4g}")
+        table.add_row(row.label, shown(row.mean, row.sd), shown(row.sd, row.sd))
     console.print(table)
     say_left_out(console, len(rows), "result.json")
 
 
-def print_result(result: RunSummary) -> None:
-    """A run's posterior: of a formula in the user's units, of any other model by site."""
+def print_result(result: RunSummary, priors: bool = False) -> None:
+    """A run's posterior: of a formula in the user's units, with its `priors` where asked for, of any other model by
+    site."""
     model = getattr(getattr(result, "problem", None), "model", None)
-    if isinstance(model, FederatedModel) and hasattr(model, "summary"):
-        click.echo(str(model.summary(result)))
+    if isinstance(model, FederatedModel) and hasattr(model, "summary") and hasattr(model, "describe"):
+        click.echo("\n".join([str(model.summary(result)), *(["", *model.describe()] if priors else [])]))
     else:
         print_posterior(result.to_json())
 

@@ -22,7 +22,7 @@ from secure_fvi.runs.config import Config, title
 from secure_fvi.runs.directory import COMPARED, EVIDENCE, REPORT, SIGNATURE, RunDirectory, read_json
 from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
 from secure_fvi.runs.options import chosen
-from secure_fvi.summary import counts_noise
+from secure_fvi.summary import counts_noise, shown
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _MOST_ROWS = 60
@@ -59,7 +59,7 @@ def write_report(directory: Path) -> Path:
         "errors": _picture(plots.errors(rows), "Errors of the means, in reference sds") if rows else None,
     }
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters.update(number=_number, size=_size)
+    environment.filters.update(number=_number, size=_size, shown=shown)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(
         result=result,
@@ -73,6 +73,7 @@ def write_report(directory: Path) -> Path:
         neighbours=_neighbours(result),
         toml=config.to_toml(),
         source=title(config),
+        formula=result.get("formula"),
         posterior=posterior_rows(result)[:_MOST_ROWS],
         left_out=max(0, len(posterior_rows(result)) - _MOST_ROWS),
         theta=posterior_rows({"posterior": {k: {"mean": v, "sd": v} for k, v in result["theta"].items()}})[:_MOST_ROWS],
@@ -135,10 +136,11 @@ def _privacy_words(result: dict[str, Any]) -> str:
         return (
             "No differential privacy: totals and the posterior itself are exact and may reveal something of the data."
         )
+    after = " and of the sums after them" if result["metrics"].get("bound") is not None else ""
     return (
         "No differential privacy: totals and the posterior itself are exact. One total hides a silo among the others; "
-        f"the totals of {result['rounds']} rounds, taken together, can tell much about a single silo, and something "
-        "about a single record."
+        f"the totals of {result['rounds']} rounds{after}, taken together, can tell much about a single silo, and "
+        "something about a single record."
     )
 
 

@@ -104,7 +104,7 @@ def _fit(
         log.close(last)
     if federation.privacy is not None:
         _keep_ledger(_books(federation.config, folder), folder)
-    found = json.dumps(marginals(result.sample(_marginal_draws(result))))
+    found = json.dumps(marginals(result.named(result.sample(_marginal_draws(result)))))
     write_atomically(folder.path / "marginals.json", found.encode())
     result.save(folder.path)
     write_report(folder.path)
