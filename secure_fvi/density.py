@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import math
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -37,6 +38,8 @@ Role = Literal["global", "silo", "record"]
 #: Pyro's stack of handlers, its switch of validation and PyTorch's default type are one for all threads, so that
 #: programs run one at a time.
 _ONE_AT_A_TIME = threading.RLock()
+#: Of PyTorch's own gradient of a cumulative product over many values at once (every Dirichlet): nobody can act on it.
+warnings.filterwarnings("ignore", "An output with one or more elements was resized", UserWarning)
 _LOG_2_PI = math.log(2 * math.pi)
 #: Among a run's own terms that of all record sites together, where discrete ones are summed out; no site's name.
 ALL_RECORDS = ""

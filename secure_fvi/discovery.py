@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from pyro.distributions import Delta, Independent, MaskedDistribution, Unit, VonMises
+from pyro.distributions import Delta, Independent, LKJCholesky, MaskedDistribution, Unit, VonMises
 from pyro.distributions.torch_distribution import ExpandedDistribution, TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
@@ -72,7 +72,8 @@ class Discovery(Messenger):  # type: ignore[misc]
         self.factors: set[str] = set()  # outside the record plate
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the terms in the record plate
         self.without_centre: list[str] = []  # latent sites whose prior has none
-        self.data_of: dict[int, str] = {}  # by what is observed, the first site that observes it
+        # By what is observed, the first site that observes it, and the tensor, so that no other takes its place.
+        self.data_of: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
         self.twice: list[tuple[str, str]] = []  # sites that observe the same
 
     def _pyro_param(self, msg: Any) -> None:
@@ -121,8 +122,9 @@ class Discovery(Messenger):  # type: ignore[misc]
         wanted = tuple(fn.shape())
         if not isinstance(value, Tensor):
             raise InputError(f"observed site '{name}': obs is no tensor but {type(value).__name__}")
-        if self.data_of.setdefault(id(value), name) != name:
-            self.twice.append((self.data_of[id(value)], name))
+        same = value.data_ptr(), value.shape, value.stride()
+        if (first := self.data_of.setdefault(same, (name, value))[0]) != name:
+            self.twice.append((first, name))
         try:
             fits = torch.broadcast_shapes(value.shape, wanted) == torch.Size(wanted)
         except RuntimeError:
@@ -254,7 +256,13 @@ def _check_kind(msg: Any) -> None:
 
 
 def _centre(fn: Any) -> Tensor | None:
-    """The prior mean, median, or median of draws: the first that is a finite place to start from inside the support."""
+    """The prior mean, median, or median of draws: the first that is a finite place to start from inside the support. Of
+    correlations, whose mean none of them is, that they are none."""
+    inner = fn
+    while isinstance(inner, Independent):
+        inner = inner.base_dist
+    if isinstance(inner, LKJCholesky):
+        return torch.eye(fn.shape()[-1]).expand(fn.shape()).clone()
 
     def drawn() -> Tensor:
         with torch.random.fork_rng(devices=[]):

@@ -499,10 +499,9 @@ class Design:
             said = f"a design of some {columns:g} columns, of {_MOST_COLUMNS} at most,"
             raise _error(formula, _place(text.lstrip("+ "), formula), said)
         made = Made.of(dictionary, self.columns)
-        self._context = _context(dictionary)
         frame = _pandas(made.frame, dictionary)
         try:
-            first = _matrix(_again(terms, {}), frame, self._context)
+            first = _matrix(_again(terms, {}), frame, _context(self.dictionary))
         except InputError:
             raise
         except Exception:
@@ -537,7 +536,7 @@ class Design:
             part = slice(begin, min(begin + _AT_ONCE, rows))
             some = _pandas({name: frame[name][part] for name in self.columns}, self.dictionary, part.stop - begin)
             try:
-                made = np.asarray(_matrix(self._spec, some, self._context), dtype=np.float64)
+                made = np.asarray(_matrix(self._spec, some, _context(self.dictionary)), dtype=np.float64)
             except Exception as error:  # whose text may hold cells
                 raise InputError(
                     f"the formula cannot be worked out on the rows ({type(error).__name__}): do bounds in it, of bs(), "
@@ -589,7 +588,7 @@ class Design:
         frame = _pandas(made.frame, self.dictionary)
         for name, alias in moved.items():
             frame[alias] = (made.frame[name] - known[name][0]) / known[name][1]
-        z = np.asarray(_matrix(_again(terms, moved), frame, self._context), dtype=np.float64)
+        z = np.asarray(_matrix(_again(terms, moved), frame, _context(self.dictionary)), dtype=np.float64)
         if z.shape != x.shape:
             return None
         size = np.abs(x).max(0)
@@ -654,12 +653,11 @@ class Expression:
         if self.calls & {*_STATEFUL, "C"} or kinds & {"category", "id"} or not self.columns:
             raise _error(formula, _place(text, formula), f"'{text}' must be one number a row, of numeric columns,")
         self._formula = _again(terms, {})
-        self._context = _context(dictionary)
 
     def __call__(self, frame: Frame, rows: int) -> Floats:
         """(rows,). Raises InputError where it is not finite."""
         some = _pandas({name: frame[name] for name in self.columns}, self.dictionary, rows)
-        out: Floats = np.asarray(_matrix(self._formula, some, self._context), dtype=np.float64)[:, 0]
+        out: Floats = np.asarray(_matrix(self._formula, some, _context(self.dictionary)), dtype=np.float64)[:, 0]
         if bad := int((~np.isfinite(out)).sum()):
             raise InputError(f"'{self.text}' of the formula is not finite in {bad} of {rows} rows")
         return out

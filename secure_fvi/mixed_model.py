@@ -656,7 +656,11 @@ class MixedModel(FederatedModel):
             y = draws["y"][:, record, places(record)]
             return {of.response.name: y * of.response.scale + of.response.centre + of.response.low}
 
-        return self if scored else self.with_latents(), laid, read
+        if scored:
+            return self, laid, read
+        drawn = self.with_latents()  # draws are put into the response's unit by `read`, and are weighed by no factor
+        drawn.fn.response = of.response._replace(scale=1.0)  # type: ignore[attr-defined]
+        return drawn, laid, read
 
     @property
     def columns(self) -> list[str]:

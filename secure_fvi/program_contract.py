@@ -86,6 +86,12 @@ def check_program(problem: Problem, importance_samples: int = 1) -> None:
     except (InputError, SecureFVIWarning):  # a warning that the user had made an error of is no fault of the program
         raise
     except Exception as error:  # the program is the user's: anything may come
+        if "autograd.Function" in str(error):
+            raise InputError(
+                "the model uses a torch.autograd.Function without setup_context (Pyro's DiscreteHMM does), which "
+                "cannot be differentiated over many values at once; write it out: of a hidden Markov chain, a discrete "
+                "site a time in the record plate, which is summed out"
+            ) from error
         raise InputError(
             f"the model fails on made data, where gradients are taken ({type(error).__name__}: {one_line(error)})"
         ) from error

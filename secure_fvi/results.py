@@ -700,13 +700,18 @@ def prior_predictive(
 
     `data` are the program's arguments: columns, `sf.Shared` values and numbers, as in `fit`. What it observes is drawn,
     whatever is given for it; `y=None`, or no y, will do where the program takes its sizes from other columns. Each
-    `pyro.param` is as it begins. Nothing is sent and nobody's data are looked at but for shapes and covariates.
+    `pyro.param` is as it begins. Of a formula it is a table, and the draws are of the response alone, as of
+    `Result.predict`. Nothing is sent and nobody's data are looked at but for shapes and covariates.
 
     Raises InputError for a prior that cannot be drawn (ImproperUniform) and a program that weighs by `pyro.factor`.
     """
     if n < 1:
         raise InputError(f"the number of draws must be at least 1, not {n}")
-    fn = model.fn if isinstance(model, FederatedModel) else model
+    read: Callable[[Params], Params] = lambda draws: draws  # noqa: E731
+    fn: Any = model
+    if isinstance(model, FederatedModel):
+        model, data, read = model.for_new(data, False)
+        fn = model.fn
     if not callable(fn):
         raise InputError(f"the model must be an sf.FederatedModel or a Pyro function, not {type(fn).__name__}")
     given = {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
@@ -720,7 +725,7 @@ def prior_predictive(
             with running(dtype, torch.device("cpu")), torch.no_grad(), _Prior() as run:
                 _call(fn, {**records.rows, **schema.constants}, missing)
             draws.append(run.observed)
-    return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}
+    return read({name: torch.stack([d[name] for d in draws]) for name in draws[0]})
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import pickle  # noqa: TID251 - written, not read
+import pickle  # noqa: TID251 - its own result
 import re
 import warnings
 from dataclasses import replace
@@ -1003,6 +1003,19 @@ def test_new_rows_are_the_users_table(fitted: tuple[MixedModel, sf.Result]) -> N
         result.predict({**new, "age": [70, 25, 50, 330]})
     with pytest.raises(DataError, match="the table has no column 'pressure'"):
         result.log_predictive(new)
+    again = pickle.loads(pickle.dumps(result))  # noqa: S301 - a formula is no function that has to be named
+    assert str(again.summary()) == str(result.summary())
+    assert torch.equal(again.predict(new, n=3)["pressure"], result.predict(new, n=3)["pressure"])
+
+
+def test_before_data_rows_are_the_users_table_too() -> None:
+    """As tables hold them, and the response in its unit: about its centre 130 with prior sds of tens, not about 0."""
+    of = model("pressure ~ age + sex", "gaussian")
+    drawn = sf.prior_predictive(of, {"age": ["70", "25.5"], "sex": ["f", "m"]}, n=400)
+    assert list(drawn) == ["pressure"]
+    assert drawn["pressure"].shape == (400, 2)
+    assert bool((drawn["pressure"].median(0).values - of.of.response.centre).abs().max() < 2 * of.of.response.scale)
+    assert of.of.response.centre > 50
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -41,8 +41,8 @@ Program = Callable[..., Any]
 MISTAKES: list[Any] = []
 
 
-def build(model: Any, silos: list[Any], algorithm: Any = None, **options: Any) -> None:
-    build_parties(model, silos, algorithm or sf.SFVI(iterations=1), sf.Plain(), **options)
+def build(model: Any, silos: list[Any], algorithm: Any = None, **options: Any) -> Any:
+    return build_parties(model, silos, algorithm or sf.SFVI(iterations=1), sf.Plain(), **options)[0]
 
 
 def mistake(phrase: str, silos: list[Any] = PLAIN, run: dict[str, Any] | None = None, **roles: Any) -> Any:
@@ -1040,6 +1040,54 @@ def test_a_column_that_is_observed_twice() -> None:
 
     with pytest.warns(SecureFVIWarning, match="sites 'y' and 'again' observe the same column: every record counts"):
         build(sf.FederatedModel(program, "r"), PLAIN)
+
+
+def test_columns_of_one_matrix_are_others(recwarn: pytest.WarningsRecorder) -> None:
+    """Each slice is gone when the next is made, which may lie where it lay."""
+
+    def program(y: Tensor) -> None:
+        mu = _level()
+        with pyro.plate("r", len(y)):
+            for t in pyro.markov(range(4)):
+                pyro.sample(f"y{t}", dist.Normal(mu, 1.0), obs=y[:, t])
+
+    build(sf.FederatedModel(program, "r"), [{"y": torch.randn(4, 4)} for _ in range(3)])
+    assert not recwarn.list
+
+
+def test_slices_that_are_the_same_column_are() -> None:
+    def program(y: Tensor) -> None:
+        mu = _level()
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y[:, 0])
+            pyro.sample("again", dist.Normal(mu, 1.0), obs=y[:, 0])
+
+    with pytest.warns(SecureFVIWarning, match="sites 'y' and 'again' observe the same column"):
+        build(sf.FederatedModel(program, "r"), [{"y": torch.randn(4, 2)} for _ in range(3)])
+
+
+def test_a_hidden_markov_chain_of_pyro_is_refused_for_its_reason() -> None:
+    def program(y: Tensor) -> None:
+        a = pyro.sample("a", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+        with pyro.plate("r", len(y)):
+            hidden = dist.DiscreteHMM(torch.zeros(2), a.log(), dist.Normal(torch.tensor([-1.0, 1.0]), 1.0), duration=3)
+            pyro.sample("y", hidden, obs=y)
+
+    with pytest.raises(InputError, match=r"DiscreteHMM does\).*write it out"):
+        build(sf.FederatedModel(program, "r"), [{"y": torch.randn(4, 3)} for _ in range(3)])
+
+
+def test_correlations_begin_at_none(recwarn: pytest.WarningsRecorder) -> None:
+    """Which is no fault of their prior, and nothing to warn of."""
+
+    def program(y: Tensor) -> None:
+        root = pyro.sample("root", dist.LKJCholesky(3, 2.0))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.MultivariateNormal(torch.zeros(3), scale_tril=root), obs=y)
+
+    server = build(sf.FederatedModel(program, "r"), [{"y": torch.randn(4, 3)} for _ in range(3)])
+    assert not recwarn.list
+    assert not server.problem.start.z_global.any()
 
 
 def test_a_bare_function_that_conditions() -> None:
