@@ -6,7 +6,8 @@ a proposal that matches the last weighted moments, up to `SUMS` times:
     proposal     a mixture of up to `PARTS` normals: one of the weighted mean and covariance; where the final sum found
                  other modes one more at each; after a sum that was not enough, such as fit best the draws as the
                  posterior and its squares weigh them (`aimed`; Cappe et al. 2008). Of three widths each (`_WIDTHS`), so
-                 that tails of the posterior are heavier than its own nowhere near
+                 that tails of the posterior are heavier than its own nowhere near; of more than `_JOINTLY` dimensions
+                 the widest is so along one of them at a time, all alike: with the others' it would be hardly wider
     draws        Sobol's sequence, shifted by a public hash of the broadcast. A silo answers a proposal alone whose
                  normals are near q, near a mirror image of it or near a point of the final sum (`allowed`): a server
                  chooses where q and the proposal lie, and with that, roughly, where draws are
@@ -79,6 +80,8 @@ _DISCLOSED = (
 )
 #: Shares of the draws, and by how much these are wider than the proposal, in one dimension.
 _WIDTHS = ((0.5, 0.0), (0.3, 1.2), (0.2, 3.0))
+#: Dimensions up to which the last of these is all dimensions'.
+_JOINTLY = 9
 #: Why a sum is of no use.
 OUT_OF_RANGE = "at some draw the likelihood at a silo is out of all range, or no number"
 ABSENT = "a silo was missing from a sum at them"
@@ -368,14 +371,22 @@ class Refiner:
     def draws(self, message: Broadcast) -> Tensor:
         """(DRAWS, n) of the proposal that `message` names, the same at all parties."""
         parts = unmixed(message.tensors[PROPOSAL].to("cpu", torch.float64), self.n)
-        shift = torch.from_numpy(server_draws(_seed(self.problem.seed, message)).uniforms(0, self.n + 1)[0])
-        even = torch.quasirandom.SobolEngine(self.n + 1).draw(DRAWS, dtype=torch.float64)
+        numbers = self.n + 1 + (self.n > _JOINTLY)
+        shift = torch.from_numpy(server_draws(_seed(self.problem.seed, message)).uniforms(0, numbers)[0])
+        even = torch.quasirandom.SobolEngine(numbers).draw(DRAWS, dtype=torch.float64)
         u = ((even + shift) % 1.0).clamp(2.0**-53, 1 - 2.0**-53)
         chances = torch.tensor([of_part * share for of_part, _ in parts for share, _ in _WIDTHS], dtype=torch.float64)
-        kind = torch.bucketize(u[:, -1].contiguous(), chances.cumsum(0)[:-1])
+        kind = torch.bucketize(u[:, self.n].contiguous(), chances.cumsum(0)[:-1])
         width = torch.tensor(_wider(self.n), dtype=torch.float64)[kind % len(_WIDTHS)]
         mean, factor = (torch.stack(t)[kind // len(_WIDTHS)] for t in zip(*(part for _, part in parts), strict=True))
-        return mean + (factor @ (width[:, None] * torch.special.ndtri(u[:, :-1]))[..., None])[..., 0]
+        eps = torch.special.ndtri(u[:, : self.n])
+        if self.n <= _JOINTLY:
+            return mean + (factor @ (width[:, None] * eps)[..., None])[..., 0]
+        last = kind % len(_WIDTHS) == len(_WIDTHS) - 1
+        way = factor[torch.arange(DRAWS), (u[:, -1] * self.n).long()]  # of one dimension: what it goes by
+        way = way / way.norm(dim=1, keepdim=True)
+        along = (width - 1)[:, None] * torch.where(last[:, None], (eps * way).sum(1, keepdim=True) * way, eps)
+        return mean + (factor @ (eps + along)[..., None])[..., 0]
 
     # ---- server ----
 
@@ -433,10 +444,12 @@ class Refiner:
     def _log_density(self, proposals: Tensor, z: Tensor) -> Tensor:
         """(S,) of the mixture of all proposals."""
         parts = [
-            math.log(share * of_part / len(proposals)) + _log_of(part, z, width)
+            math.log(share * of_part / len(proposals)) + density(part, z, width)
             for each in proposals
             for of_part, part in unmixed(each, self.n)
-            for (share, _), width in zip(_WIDTHS, _wider(self.n), strict=True)
+            for (share, _), width, density in zip(
+                _WIDTHS, _wider(self.n), (_log_of, _log_of, _log_along if self.n > _JOINTLY else _log_of), strict=True
+            )
         ]
         return torch.logsumexp(torch.stack(parts), 0)
 
@@ -630,6 +643,12 @@ def _log_of(part: Part, z: Tensor, width: float = 1.0) -> Tensor:
     return -0.5 * square - 0.5 * z.shape[1] * LOG_2PI - (width * part.factor.diagonal()).log().sum()
 
 
+def _log_along(part: Part, z: Tensor, width: float) -> Tensor:
+    """(S,) of a normal that is so many times as wide along one dimension, which is any, at z (S, n)."""
+    by = ((z - part.mean) / part.factor.norm(dim=1)).square()
+    return _log_of(part, z) + torch.logsumexp(0.5 * (1 - width**-2) * by, 1) - math.log(width * z.shape[1])
+
+
 def smoothed(log_w: Tensor) -> tuple[Tensor, float]:
     """Pareto-smoothed weights (S,), adding up to 1, and k-hat, infinite where a tail has no spread to fit."""
     from arviz_stats.base.array import array_stats  # a second to import
@@ -644,7 +663,7 @@ def smoothed(log_w: Tensor) -> tuple[Tensor, float]:
 
 
 def _wider(n: int) -> list[float]:
-    return [1 + by / math.sqrt(n) for _, by in _WIDTHS]
+    return [1 + by / math.sqrt(1 if n > _JOINTLY and by == _WIDTHS[-1][1] else n) for _, by in _WIDTHS]
 
 
 def _seed(seed: int, message: Broadcast) -> int:
