@@ -182,6 +182,13 @@ def _problem(
     if model is None:
         if shared is not None:
             raise InputError("shared is for a model; give both")
+        if isinstance(said := saved.get("model"), dict) and "formula" in said:
+            warnings.warn(
+                f"this run is of the formula '{said['formula']}', and without its model sites have their own names and "
+                "are of standardised columns: sf.load(folder, model=...) has the table's names and units",
+                SecureFVIWarning,
+                stacklevel=4,
+            )
         absent, schema = FederatedModel(_absent), Schema(fields, {})
         density: LogDensity = _Saved(absent, layout, schema, saved.get("likelihood"))
         return Problem(absent, schema, layout, density, start, silos, found["seed"], dtype, loc.device, "eager")
