@@ -1047,10 +1047,8 @@ def test_a_result_is_not_opened_as_another_models(
     result.save(tmp_path)
     again = sf.load(tmp_path, of)
     assert [row.name for row in again.summary().rows][1] == "age"
-    with pytest.warns(
-        sf.SecureFVIWarning, match="without its model sites have their own names and are of standardised"
-    ):
-        assert [row.name for row in sf.load(tmp_path).summary().rows][0] == "b[0]"
+    with pytest.warns(sf.SecureFVIWarning, match="without its model sites have their own names"):
+        assert sf.load(tmp_path).summary().rows[0].name == "b[0]"
     spare = Dictionary({**COLUMNS, "sex": Column("boolean"), "child": Column("id")})  # unused, and how gaps are written
     assert sf.load(tmp_path, glmm(of.text, of.family, dictionary=spare, missing="drop")).silos == result.silos
     wide = Dictionary({**COLUMNS, "age": Column("number", low=10, high=90, centre=50, scale=15)})
@@ -1245,7 +1243,7 @@ def test_a_comparison_speaks_in_the_users_names_and_units(tmp_path: Path, monkey
     mean = user @ torch.from_numpy(x.matrix(code_columns(new, DICTIONARY, "refuse", ["sex", "age"]).columns, 9)).mT
     each = torch.distributions.Normal(mean, found["sigma"][:, None]).log_prob(torch.from_numpy(new["pressure"]))
     torch.testing.assert_close(
-        done.log_predictive(new, n=2000), each.logsumexp(0) - math.log(4000), rtol=0, atol=0.15
+        done.log_predictive(new, n=400), each.logsumexp(0) - math.log(4000), rtol=0, atol=0.15
     )  # in the table's unit: of standardised pressures they are 2.7 nats more
     drawn_sites = json.loads((tmp_path / "run" / "marginals.json").read_text())
     assert list(drawn_sites) == [row.label for row in rows]
