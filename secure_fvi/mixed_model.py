@@ -62,6 +62,10 @@ _HALF_T, _NORMAL = 2.5, 2.5
 _LKJ = 1.0
 #: Of a student's degrees of freedom, a gamma's, and of a negative binomial's shape, an inverse gamma's.
 _NU, _SHAPE = (2.0, 0.1), (0.4, 0.3)
+#: Parameters of families besides coefficients, and what goes with each term of groups, as their sites are named.
+_OWN = ("sigma", "nu", "shape")
+_OWN_OF = {"gaussian": ("sigma",), "student": ("sigma", "nu"), "negbinomial": ("shape",)}
+_OF_GROUPS = ("sd", "cor", "mean")
 _OWN_PRIORS = {"student": {"nu": f"gamma{_NU}"}, "negbinomial": {"shape": f"inverse-gamma{_SHAPE}"}}
 #: Of a group that spans silos, as many as decide how its effects are sampled (`Program._shared`).
 _ROWS_A_GROUP = 20.0
@@ -811,6 +815,7 @@ def glmm(
     prior = _priors(priors or {}, fixed, terms, family, response, dictionary)
     if parsed.response in {*fixed.columns, *(c for t in terms for c in (*t.design.columns, *t.of.group))}:
         raise marked(formula, parsed.response, f"the response '{parsed.response}' stands on both sides,")
+    _check_names(formula, fixed, terms, family, response)
     offsets = tuple(Expression(text, formula, dictionary) for text in parsed.offsets)
     _check_offsets(offsets, family)
     additions = {name: Expression(text, formula, dictionary) for name, text in parsed.additions.items()}
@@ -823,6 +828,30 @@ def glmm(
     silo_sites = tuple(t.name for t in terms if t.place == "silo")
     start = {f"cor_{t.name}": torch.eye(t.design.size, dtype=torch.float64) for t in terms if t.correlated}
     return MixedModel(program, _PLATE, silo_sites, start=start, text=formula, family=family, of=of)
+
+
+def _check_names(formula: str, fixed: Design, terms: Sequence[Term], family: str, response: Response) -> None:
+    """Of two parameters of one name a table would show one in the place of the other, and priors be of either."""
+    own = [name for name in _OWN if name in _OWN_OF.get(family, ())]
+    own += [f"{below}|{above}" for below, above in itertools.pairwise(response.levels)]
+    own += [f"sd_{t.name}" for t in terms] + ["lkj"] * any(t.correlated for t in terms)
+    sites = {
+        _PLATE,
+        "b",
+        "y",
+        "unit",
+        "cut",
+        "log_gaps",
+        *_OWN,
+        *(f"{of}_{t.name}" for t in terms for of in _OF_GROUPS),
+    }
+    groups = [t.name for t in terms]
+    for name, what in (
+        *((n, "column") for n in fixed.names if n in own),
+        *((n, "group") for n in groups if n in sites),
+    ):
+        said = f"the {what} '{name}' has the name of a parameter of the model; rename it, by a query or in the table,"
+        raise marked(formula, name, said)
 
 
 def _check_groups(option: str, names: Any, parsed: Parsed) -> None:
@@ -1145,9 +1174,7 @@ def user_draws(model: MixedModel, sites: Mapping[str, Tensor]) -> dict[str, Tens
             out[name] = user[:, at]
     for term in of.terms:
         out |= _group_draws(term, sites, scale)
-    out |= {
-        name: sites[name] * (scale if name == "sigma" else 1.0) for name in ("sigma", "nu", "shape") if name in sites
-    }
+    out |= {name: sites[name] * (scale if name == "sigma" else 1.0) for name in _OWN if name in sites}
     return out
 
 

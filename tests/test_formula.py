@@ -72,6 +72,35 @@ def model(formula: str, family: str = "bernoulli", **more: Any) -> MixedModel:
     return glmm(formula, family, dictionary=DICTIONARY, **more)
 
 
+@pytest.mark.parametrize(
+    ("text", "family", "name"),
+    [
+        ("pressure ~ sigma", "gaussian", "column 'sigma'"), ("pressure ~ nu", "student", "column 'nu'"),
+        ("count ~ shape", "negbinomial", "column 'shape'"),
+        ("pressure ~ sd_child + (1 | child)", "student", "column 'sd_child'"),
+        ("pressure ~ lkj + (1 + age | child)", "gaussian", "column 'lkj'"),
+        ("y ~ age + (1 | b)", "bernoulli", "group 'b'"),
+        ("y ~ age + (1 | child) + (1 | sd_child)", "bernoulli", "group 'sd_child'"),
+    ],
+)  # fmt: skip
+def test_no_two_parameters_have_one_name(text: str, family: str, name: str) -> None:
+    """A slope of a column `sigma` was shown as the residual sd, or the other way about."""
+    number = Column("number", low=0, high=1)
+    more = dict.fromkeys(("sigma", "nu", "shape", "sd_child", "lkj"), number)
+    more |= {n: Column("id") for n in ("b", "sd_child") if f"| {n})" in text}
+    with pytest.raises(InputError, match=f"the {name} has the name of a parameter"):
+        glmm(text, family, dictionary=Dictionary({**COLUMNS, **more}))
+
+
+def test_a_name_of_another_familys_parameter_is_a_column() -> None:
+    of = glmm(
+        "count ~ sigma + nu",
+        "poisson",
+        dictionary=Dictionary({**COLUMNS, "sigma": COLUMNS["age"], "nu": COLUMNS["age"]}),
+    )
+    assert set(of.of.fixed.names) == {"(Intercept)", "sigma", "nu"}
+
+
 # ---- the design ----
 
 RICH = "C(sex, contr.sum) * smoke + bs(age, df=5) + poly(pressure, 2) + C(visits) + scale(pressure):smoke + log(age)"
