@@ -46,7 +46,7 @@ def _made(crossed: bool) -> tuple[PVIProgram, dict[str, Tensor]]:
 
 
 def _exact(program: PVIProgram, rows: Mapping[str, Tensor], z: Tensor) -> tuple[float, Tensor]:
-    """log p(y | Z_G) as the normal distribution of all rows together that it is, and its gradient."""
+    """log p(y | Z_G) as the normal distribution of all rows together that it is, in y's unit, and its gradient."""
     z = z.clone().requires_grad_()
     at = program.problem.density.constrain(z, {})[0]
     there = rows["present"] > 0
@@ -57,7 +57,8 @@ def _exact(program: PVIProgram, rows: Mapping[str, Tensor], z: Tensor) -> tuple[
     value = torch.distributions.MultivariateNormal((rows["x"] @ at["b"])[there], cov).log_prob(rows["y"][there])
     value.backward()
     assert z.grad is not None
-    return float(value.detach()), z.grad
+    in_unit = int(there.sum()) * math.log(program.problem.model.of.response.scale)  # type: ignore[attr-defined]
+    return float(value.detach()) - in_unit, z.grad
 
 
 @pytest.mark.parametrize("crossed", [False, True])
