@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "soul": (Soul(rounds=2, model="power"), None),
 }
 #: Asked extreme values in every run of the tests, and controls that are left for a slow one.
-_QUICK, _SLOW = ("sfvi", "sfvi, records", "sfvi-avg", "pvi"), ("sfvi-avg, full", "fedavg", "vertical, power")
+_QUICK, _SLOW = ("sfvi", "sfvi, records", "pvi"), ("sfvi-avg, full", "fedavg", "vertical, power")
 
 
 def parties(algorithm: Any, privacy: Any) -> tuple[Any, Any]:
@@ -146,7 +146,7 @@ class Attacked:
             vars(party).update(state)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "sfvi, full")) for c in CASES])
 def test_a_broadcast_of_another_form_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 

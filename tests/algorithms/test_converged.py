@@ -321,7 +321,7 @@ def wrong_by(case: Case, result: Result) -> float:
     ("make", "algorithm", "must"),
     [
         (lambda: GROUPS, sf.PVI(local_steps=200), True),
-        (_collinear, sf.PVI(local_steps=200, max_rounds=30), False),
+        pytest.param(_collinear, sf.PVI(local_steps=200, max_rounds=30), False, marks=pytest.mark.slow),
         (_cut_by_value, sf.PVI(local_steps=150, max_rounds=12), False),
         (_apart, sf.PVI(local_steps=200), True),
     ],

@@ -35,7 +35,7 @@ HEAVY = (
     "eight schools, centred", "surgical", "poisson GLMM", "normal mixture, cut by value", "six cities, 10 silos",
     "labels switch", "visits in a plate", "Dirichlet-multinomial", "beta regression", "Student-t, its tails unknown",
     "weights", "zero-inflated negative binomial", "gamma frailty", "abundance", "precisions of laboratories",
-    "errors in variables",
+    "errors in variables", "logmesquite_logvolume", "kidscore_momhs",
 )  # fmt: skip
 #: A twelfth of the default steps a fit, for seconds; `FULL` is what `sf.PVI()` says.
 QUICK, FULL = sf.PVI(local_steps=80, max_rounds=20), sf.PVI()
@@ -79,12 +79,12 @@ def test_right_or_not_called_converged_by_default(name: str) -> None:
 
 
 def test_refusing_is_not_winning() -> None:
-    """The floor reached today, each of which the tests above assert to end converged: 33 of 36 quick entries, and 47 of
+    """The floor reached today, each of which the tests above assert to end converged: 31 of 34 quick entries, and 47 of
     52 in all. The aim is four in five."""
     assert len(ENTRIES) >= 52
     assert set(NOT_YET) | set(HEAVY) | set(REFUSED) <= set(ENTRIES)
-    assert len(set(ENTRIES) - set(HEAVY)) >= 36
-    assert len(set(ENTRIES) - set(HEAVY) - set(NOT_YET) - set(REFUSED)) >= 33
+    assert len(set(ENTRIES) - set(HEAVY)) >= 34
+    assert len(set(ENTRIES) - set(HEAVY) - set(NOT_YET) - set(REFUSED)) >= 31
     assert len(set(ENTRIES) - set(NOT_YET) - set(REFUSED)) >= 47
 
 
