@@ -1693,12 +1693,12 @@ def levels(y: torch.Tensor, present: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("high", [10**8, 1e300])
-@pytest.mark.parametrize(("formula", "family"), [("y ~ x", "ordinal"), ("x ~ 1 + (1 | y)", "gaussian")])
+@pytest.mark.parametrize(("formula", "family"), [("y ~ x", "ordinal"), ("x ~ 1 + (1 | z)", "gaussian")])
 def test_what_a_wide_integer_would_make_is_counted_and_not_made(formula: str, family: str, high: float) -> None:
     """`policy explain` reads a stranger's job. The control: up to the bounds levels and groups are made."""
 
     def made(high: float) -> Any:
-        columns = {"y": {"kind": "integer", "low": 0, "high": high, "shared": True}}
+        columns = {name: {"kind": "integer", "low": 0, "high": high, "shared": True} for name in "yz"}
         columns["x"] = {"kind": "number", "low": 0, "high": 1}
         return sf.glmm(formula, family, dictionary=columns)
 

@@ -50,6 +50,7 @@ from secure_fvi.algorithms.weighing import (
     errors,
     finite,
     line_modes,
+    lines_of,
     mirrored_near,
     modes,
     named,
@@ -112,6 +113,9 @@ _NESTED = (
 #: A mode that was found has to have a draw within so many sds of q, on the way and beside it, that is less likely by so
 #: many nats at most than its place beside that way makes it.
 _VISITED, _AS_LIKELY = 4.0, 3.0
+#: Over so many dimensions sds along lines may be so many times those of the draws: there a tail is too far from most
+#: draws for k-hat to tell of it.
+_BY_LINES, _ALONG = 30, 1.08
 #: Where a normal has less of the weight than this, nobody asks how far it has moved.
 _SOME = 0.02
 #: Iterations of the fit of a mixture.
@@ -140,6 +144,7 @@ class Found(NamedTuple):
     of_q: tuple[float, float] = (math.inf, math.inf)  # largest errors of q's means, in sds, and of the logs of its sds
     missed: str = ""  # where the posterior has mass that no draw is near, in words
     precise: float = PRECISE  # what `mean_error` and `sd_error` may be
+    along: float = 1.0  # largest ratio of a dimension's sd along the final sum's lines to that of the draws
 
     @property
     def easy(self) -> bool:
@@ -165,6 +170,11 @@ class Found(NamedTuple):
             return f"Pareto k-hat of its weights is {max(self.khat, self.khat_sd):.2f} (over {largest:.2f})"
         if self.missed:
             return f"its draws miss {self.missed}"
+        if not self.along <= _ALONG:
+            return (
+                f"along one dimension the posterior's sd is {self.along:.3g} times that of its draws, which miss a "
+                "tail there"
+            )
         if self.ess < LEAST_ESS:
             return f"its effective sample size is {self.ess:.0f} (under {LEAST_ESS})"
         if not self.mean_error <= self.precise or not self.sd_error <= self.precise:
@@ -280,7 +290,7 @@ def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
     against = state.against()
     if against is None:
         return of_q._replace(details=details)
-    known = max(state.found.khat, state.found.khat_sd) < LARGEST_KHAT  # means, and sds
+    known = max(state.found.khat, state.found.khat_sd) < LARGEST_KHAT and state.found.along <= _ALONG  # means, and sds
     doubts = bool(len(state.z)) and not (known and state.found.agrees)
     own = {"": _REMEDY, ABSENT: "run it again"}.get(state.lost, "")
     remedy = "; ".join(part for part in (of_q.remedy, own) if part)
@@ -469,8 +479,21 @@ class Refiner:
             integration_error=self._integration_error(state, weights),
             log_evidence=state.at_mean + float(torch.logsumexp(log_w, 0)) - math.log(len(log_w)),
             moved=moved, widened=widened, of_q=(of_q[0], of_q[1]), missed=self._missed(state, q, theta),
-            precise=precise(values.shape[1]),
+            precise=precise(values.shape[1]), along=self._along(state, weights, q),
         )  # fmt: skip
+
+    def _along(self, state: Refining, weights: Tensor, q: Natural) -> float:
+        """`Found.along`. A line goes through q's mean by what q makes of the others: along it log p(y, z) is the
+        dimension's marginal, up to a constant, where the posterior is normal, or has independent dimensions; that of a
+        scale of many is wider."""
+        if self.n <= _BY_LINES:
+            return 1.0
+        steps, first = lines_of(points(self.problem, q), state.seen)
+        share = first.nan_to_num(nan=-math.inf).softmax(1)
+        at = share @ steps
+        wide = (share * (steps - at[:, None]).square()).sum(1).sqrt()
+        own = (weights @ (state.z - weights @ state.z).square()).sqrt() / q.stddev()
+        return float((wide / own).max().nan_to_num(nan=math.inf))
 
     def _moved(self, state: Refining, weights: Tensor) -> tuple[float, float]:
         """`Found.moved` and `Found.widened`: of the draws that are nearest to each mode that was found."""

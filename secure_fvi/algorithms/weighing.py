@@ -971,6 +971,15 @@ def sds_from(parts: list[Part], z: Tensor) -> Tensor:
     return torch.stack(off).amin(0)
 
 
+def lines_of(at: Points, joint: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the lines along dimensions, both ways: steps (2 _FAR + 1,) in q's sds, log p(y, z) there (n, 2 _FAR + 1)."""
+    n, start = len(at.mean), 1 + len(at.draws)
+    ways = joint[start : start + 2 * n * _FAR].reshape(n, 2, _FAR)
+    steps = torch.arange(1, _FAR + 1, dtype=joint.dtype)
+    values = torch.cat([joint[0].expand(n, 1), ways[:, 0], ways[:, 1]], 1)
+    return torch.cat([steps.new_zeros(1), steps, -steps]), values
+
+
 def line_modes(at: Points, joint: Tensor, parts: list[Part]) -> list[Other]:
     """Other modes along lines, the likeliest of each, that are far from all `parts`."""
     here, found, start = float(joint[0]), [], 1 + len(at.draws)

@@ -672,20 +672,24 @@ def test_draws_are_weighed_by_what_they_were_drawn_from(n: int, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_tail_of_one_number_of_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of twenty-one one has Student's t with 3 degrees of freedom, whose sd is a third more than the best normal's:
-    right or refused. The control: a proposal that is wider in all at once does not reach there, and agrees with q."""
+@pytest.mark.parametrize(("others", "control", "value"), [(20, "_JOINTLY", 1000), (40, "_ALONG", math.inf)])
+def test_a_tail_of_one_number_of_many_is_seen(
+    others: int, control: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides `others` one has Student's t with 3 degrees of freedom, whose sd is a third more than the best normal's:
+    right or refused. The controls: a proposal that is wider in all at once does not reach there, and agrees with q; of
+    forty-one none does, and lines alone tell."""
 
     def program(y: Tensor) -> None:
         m = pyro.sample("m", dist.StudentT(3.0, 0.0, 1.0))
-        c = pyro.sample("c", dist.Normal(torch.zeros(20), 1.0).to_event(1))
+        c = pyro.sample("c", dist.Normal(torch.zeros(others), 1.0).to_event(1))
         with pyro.plate("r", len(y)):
             pyro.sample("y", dist.Normal(0.0 * m + c.mean(), 1.0), obs=y)
 
-    slope = 1 / 20  # of c's mean, which six records see
-    covariance = torch.linalg.inv(torch.eye(20).double() + 6 * slope**2 * torch.ones(20, 20).double())
+    slope = 1 / others  # of c's mean, which six records see
+    covariance = torch.linalg.inv(torch.eye(others).double() + 6 * slope**2 * torch.ones(others, others).double())
     q = from_moments(
-        torch.cat([torch.zeros(1).double(), covariance @ torch.full((20,), slope * 3.1).double()]),
+        torch.cat([torch.zeros(1).double(), covariance @ torch.full((others,), slope * 3.1).double()]),
         torch.block_diag(torch.tensor([[1.25**2]]).double(), covariance),
     )
 
@@ -695,8 +699,34 @@ def test_a_tail_of_one_number_of_many_is_seen(monkeypatch: pytest.MonkeyPatch) -
         return bool(settled.converged) and abs(math.log(float(_moments(world)["m"].sd) / 3**0.5)) > 0.14
 
     assert not wrong()
-    monkeypatch.setattr(refining, "_JOINTLY", 1000)
+    monkeypatch.setattr(refining, control, value)
     assert wrong()
+
+
+@pytest.mark.parametrize("n", [30, 31])
+def test_over_thirty_dimensions_lines_tell_of_a_tail_that_draws_miss(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a standard normal q and posterior, and of one that has Student's t in one dimension. Up to thirty k-hat has to
+    tell."""
+    mean, draws = torch.zeros(n).double(), torch.randn(4000, n, generator=torch.Generator().manual_seed(0)).double()
+    steps = torch.arange(1, 41).double()[:, None]
+    lines = [sign * steps * torch.eye(n).double()[i] for i in range(n) for sign in (1, -1)]
+    at = weighing.Points(draws[:0], mean, draws[:8], lines, [], draws[:0], draws[:2])
+    monkeypatch.setattr(refining, "points", lambda problem, q: at)
+    refiner: Any = object.__new__(refining.Refiner)
+    refiner.n, refiner.problem = n, None
+    q, weights = from_moments(mean, torch.eye(n).double()), torch.full((4000,), 1 / 4000).double()
+
+    def found(tail: bool) -> Found:
+        log_p = -0.5 * at.all.square().sum(1)
+        if tail:
+            log_p = log_p + 0.5 * at.all[:, 5].square() + dist.StudentT(3.0, 0.0, 0.7).log_prob(at.all[:, 5])
+        state: Any = SimpleNamespace(seen=log_p, z=draws)
+        return Found(weights, 0.1, 0.1, 4000, 0.01, 0.01, along=refiner._along(state, weights, q))
+
+    assert found(False).against() is None
+    assert (found(True).against() is None) == (n == 30)
+    if n == 31:
+        assert "miss a tail" in (found(True).against() or "")
 
 
 def test_a_mode_of_many_dimensions_is_met_by_draws_that_lie_around_it() -> None:
