@@ -29,16 +29,13 @@ _QUERY = "One SELECT over a site's table, which it calls data: one for all sites
 @click.option("--priors", is_flag=True, help="Print priors, and where groups live, below the table.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def fit(
-    formula: str,
-    family: str,
     files: tuple[Path, ...],
-    dictionary: Path,
     queries: tuple[str, ...],
     overrides: tuple[str, ...],
     out: Path | None,
     priors: bool,
     quiet: bool,
-    **options: Any,
+    **given: Any,
 ) -> None:
     """Fit FORMULA, as in lme4 and brms, to one table a site; all parties run in this process.
 
@@ -49,13 +46,13 @@ def fit(
 
     names = [f.stem for f in files]
     ids = names if len(set(names)) == len(names) else [f"site-{k + 1}" for k in range(len(names))]
-    said = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value}
-    model = {"formula": formula, "family": family, "dictionary": str(dictionary), "options": said}
+    model = {name: str(given.pop(name)) for name in ("formula", "family", "dictionary")}
+    said = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items() if value}
     if len(queries) not in (0, 1, len(files)):
         raise InputError(f"--query: {len(queries)} for {len(files)} tables; give one for all, or one for each --data")
     each = [{"query": query} for query in queries] * (len(files) // max(1, len(queries))) or [{}] * len(files)
     silos = [{"id": name, "data": str(path), **more} for name, path, more in zip(ids, files, each, strict=True)]
-    table: dict[str, Any] = {"model": model, "silo": silos}
+    table: dict[str, Any] = {"model": {**model, "options": said}, "silo": silos}
     for text in overrides:
         override(table, text)
     config = parse(table, "secure-fvi fit")
