@@ -176,9 +176,9 @@ def _in_pairs(rows: Any, step: Any, spare: int) -> Any:
 
 
 def test_records_evaluated_again_in_another_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
+    """The control. By how much, 14 norms or 30, follows from a processor's last bits."""
     monkeypatch.setattr(sfvi, "evaluated", _in_pairs)
-    assert gaps(functools.partial(failing_world, "unfenced"), ROUNDS).max() > 30
+    assert gaps(functools.partial(failing_world, "unfenced"), ROUNDS).max() > 10
 
 
 def test_of_a_graph_a_record_that_fails_takes_as_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
