@@ -242,14 +242,15 @@ def test_the_clipping_norm_follows_the_quantile() -> None:
 @settings(max_examples=40, deadline=None)
 @given(arrays(np.float64, SHARED, elements=anything), arrays(np.float64, SHARED, elements=anything))
 def test_a_record_turns_a_silos_change_into_any_other(change: np.ndarray, other: np.ndarray) -> None:
-    """Parameter perturbation: whatever the silo arrives at without it, the release moves by at most the norm."""
+    """Parameter perturbation: whatever the silo arrives at without it, the release moves by at most the norm, but for the
+    rounding after the noise, to 2^-20 sd."""
     asked = RecordDP(noise_multiplier=1.0, clipping_norm=2.0, noise="silo")
     gate = make_gate(agree(asked, 3, 1.0, 10, Extent(SHARED, 0, 0)))
     released = []
     for values in (change, other):
         gate.begin(1, "round", 3)
         released.append(gate.release_change(torch.from_numpy(values)).values)
-    assert np.linalg.norm(released[0] - released[1]) <= 2.0 + 1e-9
+    assert np.linalg.norm(released[0] - released[1]) <= 2.0 + 1e-5
 
 
 def test_one_change_needs_terms_without_sampling() -> None:
