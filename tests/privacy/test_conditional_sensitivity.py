@@ -236,16 +236,21 @@ def test_a_record_of_a_formula_moves_each_release_by_at_most_the_norm(
 CLIENT = {"rounds": ROUNDS, "weights": "equal"}
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        sf.SFVI(**FAST, sampling_rate=0.5),
-        sf.SFVIAvg(rounds=ROUNDS, local_steps=4, weights="equal", family="diagonal", total_records=60, tolerance=0.0),
-        sf.PVI(rounds=ROUNDS, damping=0.5, local_steps=2),
-    ],
-    ids=lambda a: a.name,
+_BY_SILO = (
+    sf.SFVI(**FAST, sampling_rate=0.5),
+    sf.SFVIAvg(rounds=ROUNDS, local_steps=4, weights="equal", family="diagonal", total_records=60, tolerance=0.0),
+    sf.PVI(rounds=ROUNDS, damping=0.5, local_steps=2),
 )
-@pytest.mark.parametrize("adaptive", [False, True])
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "algorithm"),
+    [
+        pytest.param(adaptive, a, marks=[pytest.mark.slow] * (adaptive and a.name != "sfvi"), id=f"{adaptive}-{a.name}")
+        for adaptive in (False, True)
+        for a in _BY_SILO
+    ],
+)
 def test_a_silo_moves_each_release_by_at_most_the_norm(algorithm: Any, adaptive: bool) -> None:
     """A silo that joins adds its contribution, which is all that the unit asks for; here with any data and any past."""
 

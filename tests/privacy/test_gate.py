@@ -242,8 +242,8 @@ def test_the_clipping_norm_follows_the_quantile() -> None:
 @settings(max_examples=40, deadline=None)
 @given(arrays(np.float64, SHARED, elements=anything), arrays(np.float64, SHARED, elements=anything))
 def test_a_record_turns_a_silos_change_into_any_other(change: np.ndarray, other: np.ndarray) -> None:
-    """Parameter perturbation: whatever the silo arrives at without it, the release moves by at most the norm, but for the
-    rounding after the noise, to 2^-20 sd."""
+    """Parameter perturbation: whatever the silo arrives at without it, the release moves by at most the norm, but for
+    the rounding after the noise, to 2^-20 sd."""
     asked = RecordDP(noise_multiplier=1.0, clipping_norm=2.0, noise="silo")
     gate = make_gate(agree(asked, 3, 1.0, 10, Extent(SHARED, 0, 0)))
     released = []
