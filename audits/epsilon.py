@@ -875,23 +875,24 @@ def p_value(epsilon: float, delta: float, canaries: int, guesses: int, correct: 
     return min(1.0, beta + 2 * canaries * delta * alpha)
 
 
-def can_be_gaussian(mu: float, canaries: int, guesses: int, correct: int, allowed: float) -> bool:
-    """Whether a run under mu-Gaussian DP may let `correct` or more guesses be right more often than `allowed`.
+def beyond_gaussian(mu: float, canaries: int, guesses: int, correct: int, allowed: float) -> float:
+    """Over 0 where no run under mu-Gaussian DP lets `correct` or more guesses be right more often than `allowed`.
 
     Suppose that it does, and let a canary be drawn at random. Then r, the chance that it is guessed right in a run with
     more than i right guesses, and w, that it is guessed wrong in one with at least i, start at i = `correct` from
     shares of `allowed`; by Gaussian DP w is at least Phi(Phi^-1(r) - mu) for r of one guess more, and what w gains r
-    gains i / (guesses - i) times. In the end both cannot be more than the share of canaries that are guessed at all.
+    gains i / (guesses - i) times. In the end both cannot be more than the share of canaries that are guessed at all;
+    by how much they are is what is returned.
     """
     share = guesses / canaries
     right, wrong = (allowed * share * n / guesses for n in (correct, guesses - correct))
     for i in range(correct - 1, -1, -1):
         if right + wrong > share:
-            return False
+            break
         least = _STANDARD.cdf(_STANDARD.inv_cdf(right) - mu)
         if least > wrong:
             right, wrong = right + i / (guesses - i) * (least - wrong), least
-    return right + wrong <= share
+    return right + wrong - share
 
 
 @functools.lru_cache
@@ -913,22 +914,18 @@ def lower_bound(
         raise InputError(f"delta = {delta} and confidence = {confidence} must lie in (0, 1)")
     allowed, counts = 1 - confidence, (canaries, guesses, correct)
     if method == "one run, gaussian":
-        mu = _edge(lambda mu: not can_be_gaussian(mu, *counts, allowed), _LARGEST_MU)
+        mu = _largest(lambda mu: beyond_gaussian(mu, *counts, allowed), _LARGEST_MU)
         epsilon = epsilon_of_gaussian(mu, delta)
         return OneRun(epsilon, delta, confidence, *counts, ASSUMPTIONS["gaussian"], mu)
-    epsilon = _edge(lambda epsilon: p_value(epsilon, delta, *counts) < allowed, _LARGEST)
+    epsilon = _largest(lambda epsilon: allowed - p_value(epsilon, delta, *counts), _LARGEST)
     return OneRun(epsilon, delta, confidence, *counts)
 
 
-def _edge(contradicted: Callable[[float], bool], largest: float) -> float:
-    """The largest value from 0 to `largest` that is contradicted, from below; 0 where none is."""
-    if not contradicted(0.0) or contradicted(largest):
-        return largest if contradicted(0.0) else 0.0
-    least = 0.0
-    while largest - least > 1e-6:
-        middle = (least + largest) / 2
-        least, largest = (middle, largest) if contradicted(middle) else (least, middle)
-    return least
+def _largest(against: Callable[[float], float], most: float) -> float:
+    """The largest value from 0 to `most` that the guesses contradict, where `against` is over 0; 0 where none is."""
+    if against(0.0) <= 0:
+        return 0.0
+    return most if against(most) > 0 else float(brentq(against, 0.0, most, xtol=1e-10))
 
 
 def guess(
