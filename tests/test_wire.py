@@ -92,23 +92,23 @@ for name, read, data in cases:
         if seconds[-1] < 0.1:
             break
     rows.append([name, min(seconds), size() - before, said])
-before = fresh()
+before, began = fresh(), time.process_time()
 kept = msgpack.unpackb(many(b"\\x90", 1 << 23))
-print(json.dumps([rows, size() - before]))
+print(json.dumps([rows, time.process_time() - began, size() - before]))
 """
 
 
 def test_sixteen_megabytes_of_nothing_cost_next_to_nothing() -> None:
-    """At most .3 s (.1 on a quiet machine) and 20 MB each, whatever they are repetitions of and where they stand. The
-    control: a quarter of that, read by MessagePack at once, costs more than a hundred."""
+    """At most 20 MB and an eighth of the control's processor time each (a twenty-fifth was measured), whatever they are
+    repetitions of and where they stand. The control: half of that, read by MessagePack at once, takes over 100 MB."""
     done = subprocess.run([sys.executable, "-c", _BOMBS], capture_output=True, text=True, check=True)
-    rows, control = json.loads(done.stdout)
+    rows, control_seconds, control_megabytes = json.loads(done.stdout)
     assert len(rows) > 130
     for name, seconds, megabytes, said in rows:
         assert said == "ProtocolError", (name, said)
-        assert seconds < 0.3, (name, seconds)
+        assert seconds < control_seconds / 8, (name, seconds, control_seconds)
         assert megabytes < 20, (name, megabytes)
-    assert control > 100
+    assert control_megabytes > 100
 
 
 def test_nothing_else_reads_messagepack() -> None:
@@ -212,18 +212,18 @@ BEFORE = ("x = 1\n", '# "\\\n', '# """\n', "# '''\n", 'x = {k = """ " """, ', "x
 
 
 def test_dotted_keys_of_a_table_cost_no_time() -> None:
-    """Its parser takes the square of a key's parts: the fuzzer found 12 s for 12 kB. The control: 4,000 parts take it
-    more than a hundred times what a refusal takes, behind a comment whose quote was once taken for a string's."""
+    """Its parser takes the square of a key's parts: the fuzzer found 12 s for 12 kB. The control: a fifth of the parts
+    take it twice as long as any refusal, behind a comment whose quote was once taken for a string's."""
+    began = time.process_time()
+    tomllib.loads('# "\\\n' + ".".join(["a"] * 4000) + " = 1")
+    control = time.process_time() - began
     for before in BEFORE:
         for key in ("a.b", '"=".a', "'.' . x", r'"\"".a', '".,."', "'. ,a. ,'"):
             text = before + ".".join([key] * 20_000) + " = 1"
             began = time.process_time()
             with pytest.raises(ValueError, match="a key of more than"):
                 wording.loads(text)
-            assert time.process_time() - began < 0.1
-    began = time.process_time()
-    tomllib.loads('# "\\\n' + ".".join(["a"] * 4000) + " = 1")
-    assert time.process_time() - began > 0.05
+            assert time.process_time() - began < control / 2, before
 
 
 def test_no_text_whatever_gets_a_long_key_to_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
