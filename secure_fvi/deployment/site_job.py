@@ -160,6 +160,7 @@ class SiteJob:
         self._questions: HeldStore | None = None
         self.session = b""
         self._given_up = False  # the session that is open is not to be gone on with
+        self._most_rounds = 0  # not known before people are matched
         self._build(_with_data(decision.local_config(home.id), home.id, local.data))
 
     def _build(self, config: Config) -> None:
@@ -197,7 +198,7 @@ class SiteJob:
             self.program.terms,
             self.disclosed.of_program(self.program.tables, self.program.terms, aggregation),
         )
-        self._most_rounds: int = getattr(self._family, "most_rounds", algorithm.most_rounds)
+        self._most_rounds = getattr(self._family, "most_rounds", algorithm.most_rounds)
         check_terms(terms, self.decision.policy)
         warn_of_large_delta(terms, {self.home.id: records})
         self.guards = self._guards(algorithm.name, NoiseSource(None))
