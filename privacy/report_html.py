@@ -66,7 +66,7 @@ def over_rounds(report: Report) -> Figure:
         shown = report.jobs[-_MOST_LINES:]
         for number, job in enumerate(shown):
             color = mpl.colormaps["viridis"](0.85 * number / max(1, len(shown) - 1))
-            axis.plot(*zip(*job.series, strict=True), color=color, lw=1.6, label=job.job[:24])
+            axis.plot(*zip(*job.series, strict=True), color=color, lw=1.6, label=job.job[:24].replace("$", r"\$"))
             axis.scatter([job.series[-1][0]], [job.epsilon], color=color, s=22, zorder=3)
         axis.set(xlabel="releases", ylabel="epsilon at the job's delta", ylim=(0, None))
         axis.grid(axis="y", color=_GRID, lw=0.6)

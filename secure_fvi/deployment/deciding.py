@@ -123,16 +123,16 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         again = before is not None and before.accepted and before.fields["policy"] == policy.hash
         if trail.full and not again:
             raise ProtocolError(f"job '{offer.job}': this site was asked too often today; offer it again tomorrow")
-    except SecureFVIError as error:
-        trail.note("", f"a job offer was refused: {printable(str(error))}")
+    except Exception as error:
+        trail.note("", f"a job offer was refused: {_reason(error)}")
         raise
     try:
         data = check(offer, policy, home.role, roster, home.id)
         if home.role == "silo":
             _check_answered(offer, trail, policy)
             _check_ledger(home, offer, trail)
-    except SecureFVIError as error:
-        trail.job(job_entry(offer, policy.hash, accepted=False, reason=printable(str(error))))
+    except Exception as error:
+        trail.job(job_entry(offer, policy.hash, accepted=False, reason=_reason(error)))
         raise
     if not met and (before is None or not (before.accepted or before.exchanges)):
         raise SessionLost(f"job '{offer.job}' is new to '{home.id}', and its records were not countersigned first")
@@ -148,6 +148,11 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         if offer.config.model.function is not None and policy.sandbox == "off":
             trail.note(offer.job, UNFENCED, always=True)
     return Decision(offer, roster, policy, data)
+
+
+def _reason(error: Exception) -> str:
+    """For the log, which has a row of every offer, whatever kept it from being read."""
+    return printable(str(error)) if isinstance(error, SecureFVIError) else f"{type(error).__name__}, unforeseen"
 
 
 def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:

@@ -208,7 +208,19 @@ def loads(text: str) -> dict[str, Any]:
         raise ValueError(
             f"a key of more than {_MOST_DOTS} parts, or a line of as many dots within words: break the line"
         )
-    return tomllib.loads(text)
+    table = tomllib.loads(text)
+    _check_numbers(table)
+    return table
+
+
+def _check_numbers(table: Mapping[str, Any]) -> None:
+    """Raises ValueError for a whole number that TOML knows none of: as one of Python's it is past every float."""
+    left: list[Any] = [table]
+    while left:
+        value = left.pop()
+        if isinstance(value, int) and abs(value) > 1 << 64:
+            raise ValueError("a whole number of more than 64 bits")
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _crowded(text: str) -> bool:

@@ -16,6 +16,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.roster import Identity
+from secure_fvi.deployment import deciding
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
@@ -552,6 +553,34 @@ def test_every_rule_must_stand_in_the_file(site: Site) -> None:
 def test_no_policy_is_no_permission(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read the policy"):
         read_policy(tmp_path / "policy.toml")
+
+
+def test_an_offer_that_meets_a_fault_of_ours_has_its_row_too(
+    site: Site, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 10^400 did: rows are what offers are counted by, a thousand a day. The control: a refusal has its row."""
+    home, hub = world.homes["north"], world.homes["hub"].identity()
+    trail, huge = open_trail(home), config(privacy={"unit": "record", "epsilon": 10**400})
+    site.policy(max_rounds=99)
+    with pytest.raises(PolicyError):
+        decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
+    before = trail.chain.length
+    with pytest.raises(ProtocolError, match="is no TOML"):
+        decide(home, sign_offer(site.offer(huge, bytes(32)), hub), trail, NOW, met=True)
+
+    def fault(*of: object) -> None:
+        raise RuntimeError("of a record: 3")
+
+    for name in ("check", "read_offer"):
+        with monkeypatch.context() as patched:
+            patched.setattr(deciding, name, fault)
+            with pytest.raises(RuntimeError):
+                decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
+    trail.close()
+    told = [row.fields for row in rows(home.log_file)[1]]
+    assert len(told) == before + 3
+    assert "RuntimeError, unforeseen" in str(told[-2:])
+    assert "of a record" not in str(told)
 
 
 def test_a_decision_is_written_down_whichever_it_is(site: Site, world: World) -> None:

@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
     first.close("finished")
     ledger.open_job(
         _job(
-            "<b>second</b>",
+            r"<b>second</b>$\x$",  # mathematics, to matplotlib
             INTEGER,
             400,
             noise="distributed",
