@@ -17,7 +17,6 @@ from secure_fvi.federated_model import FederatedModel
 #: Program name -> the module whose `PROGRAM` it is. A module is imported only when its program is asked for.
 MODULES = {
     "adult": "secure_fvi.models.uci_adult",
-    "cifar100": "secure_fvi.models.cifar100",
     "credit": "secure_fvi.models.uci_credit",
     "mnist": "secure_fvi.models.mnist",
     "newsgroups": "secure_fvi.models.newsgroups",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +10,13 @@ import pytest
 import torch
 
 from secure_fvi.errors import InputError
-from secure_fvi.models import cifar100, writers
+from secure_fvi.models import writers
 from secure_fvi.models.fedvi import (
     Network,
     as_dataset,
     embed,
     infer,
     logits,
-    pachinko,
     personal_log_probs,
     pooled,
     split_off,
@@ -31,106 +28,7 @@ from secure_fvi.runs.records import _partitioned
 RNG = np.random.default_rng(0)
 
 
-# ---- CIFAR-100 ----
-
-
-def _pickle(fine: list[int], coarse: list[int], pixels: bytes) -> bytes:
-    """A file of the archive as Python 2 wrote it: protocol 2, byte strings."""
-
-    def short(text: bytes) -> bytes:
-        return b"U" + bytes([len(text)]) + text
-
-    def numbers(values: list[int]) -> bytes:
-        return b"](" + b"".join(b"K" + bytes([v]) for v in values) + b"e"
-
-    body = short(b"coarse_labels") + numbers(coarse) + short(b"data")
-    body += b"T" + len(pixels).to_bytes(4, "little") + pixels + short(b"fine_labels") + numbers(fine)
-    return b"\x80\x02}(" + body + b"u."
-
-
-def _archive(folder: Path, content: bytes) -> Path:
-    (folder / "cifar100").mkdir()
-    path = folder / "cifar100" / cifar100.ARCHIVE
-    with tarfile.open(path, "w:gz") as archive:
-        for name in ("train", "test"):
-            member = tarfile.TarInfo(f"cifar-100-python/{name}")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
-
-
-def test_the_archive_is_read_without_unpickling(tmp_path: Path) -> None:
-    images = RNG.integers(0, 256, (3, 3, 32, 32), np.uint8)
-    _archive(tmp_path, _pickle([7, 99, 0], [1, 19, 0], images.tobytes()))
-    found = cifar100.read_images(tmp_path)
-    assert np.array_equal(found.images, np.concatenate([images, images]))
-    assert (found.fine.tolist(), found.coarse.tolist()) == ([7, 99, 0] * 2, [1, 19, 0] * 2)
-
-
-def test_an_archive_that_would_run_code_runs_none(tmp_path: Path) -> None:
-    """A reduce opcode that would make a file; the control is a reader that unpickles, by which it does."""
-    mark = tmp_path / "ran"
-    command = b"cos\nsystem\n(U" + bytes([len(f"touch {mark}")]) + f"touch {mark}".encode() + b"tR."
-    _archive(tmp_path, command)
-    with pytest.raises(InputError, match="0 fine and 0 coarse labels"):
-        cifar100.read_images(tmp_path)
-    assert not mark.exists()
-    np.load(io.BytesIO(command), allow_pickle=True)
-    assert mark.exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (_pickle([7], [1], b"\0" * 3071), "3071 bytes of pixels, 1 fine"),
-        (_pickle([7, 8], [1], b"\0" * 6144), "2 fine and 1 coarse"),
-        (_pickle([100], [1], b"\0" * 3072), "a label outside 0 to 99"),
-        (b"not a pickle", "not a file of CIFAR-100"),
-    ],
-)
-def test_bad_archives_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    _archive(tmp_path, content)
-    with pytest.raises(InputError, match=message):
-        cifar100.read_images(tmp_path)
-
-
-def test_where_cifar_is_missing_the_address_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cs\.toronto\.edu"):
-        cifar100.read_images(tmp_path)
-    (tmp_path / "cifar100").mkdir()
-    (tmp_path / "cifar100" / cifar100.ARCHIVE).write_bytes(b"no archive")
-    with pytest.raises(InputError, match="download it again"):
-        cifar100.read_images(tmp_path)
-
-
-def test_the_subset(tmp_path: Path) -> None:
-    (tmp_path / "cifar100_subset").mkdir()
-    path = tmp_path / "cifar100_subset" / cifar100.SUBSET
-    images = RNG.integers(0, 256, (2, 3, 32, 32), np.uint8)
-    np.savez(path, images=images, fine_labels=np.array([1, 2], np.uint8), coarse_labels=np.array([3, 4], np.uint8))
-    assert np.array_equal(cifar100.read_images(tmp_path).images, images)
-    np.savez(path, images=images[0], fine_labels=np.array([1, 2]), coarse_labels=np.array([3, 4]))
-    with pytest.raises(InputError, match=r"images must be \(N, 3, 32, 32\)"):
-        cifar100.read_images(tmp_path)
-
-
 # ---- dealing ----
-
-
-def test_pachinko_deals_no_row_twice_and_few_coarse_labels_to_each() -> None:
-    """20 coarse labels of 5 fine ones with 40 rows; Dirichlet(0.1) over 20: most of a client lies in a few of them."""
-    fine = np.repeat(np.arange(100), 40)
-    coarse = fine // 5
-    parts = pachinko(coarse, fine, 20, 50, seed=3)
-    rows = np.concatenate(parts)
-    assert len(np.unique(rows)) == 1000
-    largest = np.mean([np.sort(np.bincount(coarse[p], minlength=20))[-3:].sum() / 50 for p in parts])
-    assert largest > 0.7  # a uniform deal gives 0.27
-    assert all(np.array_equal(a, b) for a, b in zip(parts, pachinko(coarse, fine, 20, 50, seed=3), strict=True))
-    everything = pachinko(coarse[:800], fine[:800], 8, 100)  # labels run out on the way
-    assert len(np.unique(np.concatenate(everything))) == 800
-    with pytest.raises(InputError, match="need 4100; there are 4000"):
-        pachinko(coarse, fine, 41, 100)
 
 
 def test_partition_by_client() -> None:

@@ -207,28 +207,6 @@ def kills(
         context.exit(1)
 
 
-@_measuring("network")
-@click.option("--latency-ms", type=click.FloatRange(0), default=100.0, show_default=True, help="Of a round trip.")
-@click.option("--loss", type=click.FloatRange(0, 0.5), default=0.02, show_default=True, help="Of packets, each way.")
-def network(latency_ms: float, loss: float) -> Finding:
-    """Time PVI and SFVI between sites over a relay that behaves as a slow network does. docs/faults.md."""
-    from secure_fvi_lab.bench.network import Network, lines, measure
-
-    return measure(Network(latency_ms / 1e3, loss)), lines
-
-
-@_measuring("silos")
-@click.option("--silos", type=click.IntRange(4), default=50, show_default=True, help="Processes.")
-@click.option("--length", type=click.IntRange(2), default=100_000, show_default=True, help="Values of a sum.")
-@click.option("--leave", type=click.FloatRange(0, 0.3), default=0.1, show_default=True, help="Share killed in a round.")
-@click.option("--deadline", default=60.0, show_default=True, help="Seconds after which a silo is dropped.")
-def silos(silos: int, length: int, leave: float, deadline: float) -> Finding:
-    """Masked sums of many silo processes, of which some are killed in a round; the memory of each. docs/faults.md."""
-    from secure_fvi_lab.bench.silos import lines, measure
-
-    return measure(silos, length, leave, deadline), lines
-
-
 @_measuring("records")
 @click.option("--records", type=click.IntRange(1000), default=1_000_000, show_default=True, help="Of the silo.")
 @click.option("--batch", type=click.IntRange(1), default=256, show_default=True, help="Expected records of a round.")

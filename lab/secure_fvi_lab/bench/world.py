@@ -137,9 +137,6 @@ class Parties:
         self._processes[name].join()
         return bool(self._processes[name].exitcode == -9)
 
-    def pid(self, name: str) -> int:
-        return int(self._processes[name].pid)
-
     def left(self, name: str) -> int | None:
         """The exit code; None while the party is at work."""
         code: int | None = self._processes[name].exitcode

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 #: What `secure-fvi reproduce` knows, and the module of each.
 REPRODUCTIONS = {
-    "fedvi-cifar100": "fedvi",
     "fedvi-tau": "fedvi",
     "fedvi-writers": "fedvi",
     "floors": "floors",

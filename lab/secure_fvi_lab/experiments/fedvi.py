@@ -3,8 +3,6 @@
 fedvi-writers      Tables 1 and 2 on simulated writers in place of FEMNIST: MNIST digits redrawn by made-up people whose
                    habits conflict (`models.writers`). No real writer is behind the numbers, and they stand beside the
                    paper's for FEMNIST only to show the margin between FedVI and FedAvg
-fedvi-cifar100     the same on CIFAR-100, clients by hierarchical LDA over coarse labels: 16 x 16 pixels, two
-                   convolutions, and as many clients as 20,000 images give, each image beside its mirror image
 fedvi-tau          what the weight of the clients' regulariser, tau, does: Figure 5, on the writers. Accuracy is the
                    mean over the last third of the rounds, as the paper's is over its last 100; beside it the rate, how
                    much of a client's unlabelled records its beta holds, and the bound for new clients
@@ -34,7 +32,7 @@ from secure_fvi.algorithms.fedvi import FedVI, gaussian_kl
 from secure_fvi.compiled import threads
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.models import cifar100, writers
+from secure_fvi.models import writers
 from secure_fvi.models.fedvi import (
     Client,
     Network,
@@ -475,18 +473,12 @@ def plot(content: Row) -> Figure:
     return figure
 
 
-# ---- The experiments: simulated writers, CIFAR-100, and what tau does ----
+# ---- The experiments: simulated writers, and what tau does ----
 
 #: Accuracy in per cent of clients that took part and that did not, of FEMNIST.
 _FEMNIST = {
     "FedAvg": (83.4, 83.1), "FedAvg+": (84.3, 84.2), "DITTO": (84.3, 83.9), "FedRep": (85.3, 85.4),
     "KNN-Per": (88.2, 88.1), "FedVI": (90.3, 90.6),
-}  # fmt: skip
-
-
-_CIFAR = {
-    "FedAvg": (47.4, 47.1), "FedAvg+": (51.4, 50.8), "DITTO": (52.0, 52.1), "FedRep": (53.2, 53.5),
-    "KNN-Per": (55.0, 56.1), "FedVI": (59.1, 58.7),
 }  # fmt: skip
 
 
@@ -513,46 +505,11 @@ def writers_plan(quick: bool) -> Plan:
     )  # fmt: skip
 
 
-def cifar_plan(quick: bool) -> Plan:
-    """Options were chosen on seed 100, for FedAvg as well: with more rounds it overfits."""
-    part, new, rounds, baseline_rounds, share = (40, 10, 30, 30, 0.25) if quick else (160, 40, 600, 250, 0.1)
-    common: Row = {"learning_rate": 0.25, "server_learning_rate": 1.0, "server_schedule": "cosine"}
-    common["participation"] = share
-    return Plan(
-        network=cifar100.network(),
-        taking_part=part,
-        new=new,
-        fedvi=FedVI(rounds=rounds, **common, tau=1e-3),
-        fedavg=FedAvg(rounds=baseline_rounds, **common, local_steps=1, server_momentum=0.9, tolerance=0.0, prior=False),
-        tuning=Tuning(),
-        seeds=(0,) if quick else (0, 1, 2, 3, 4),
-        paper=_CIFAR,
-        setting=(
-            f"CIFAR-100, {part} clients take part, the first {new} are new, hierarchical LDA over coarse labels, 80 "
-            "images to train on and 20 to test each, 16 x 16 pixels, mirrored, "
-            f"{rounds} rounds of {round(share * part)} clients, one local step, {baseline_rounds} for FedAvg; plain "
-            "sums"
-        ),
-    )
-
-
 def _writers(request: Request) -> tuple[Row, Figure]:
     chosen = writers_plan(request.quick)
 
     def make(folder: Path | None, seed: int) -> list[Client]:
         return writers.write(folder, chosen.taking_part + chosen.new, seed=seed)
-
-    content = run(chosen, make, request)
-    return content, plot(content)
-
-
-def _cifar(request: Request) -> tuple[Row, Figure]:
-    images, chosen = cifar100.read_images(request.data), cifar_plan(request.quick)
-
-    def make(folder: Path | None, seed: int) -> list[Client]:
-        clients = cifar100.deal(images, chosen.taking_part + chosen.new, seed=seed)
-        # As in the paper, the first are new. The last get what classes are left, so that it matters which.
-        return [client.mirrored() for client in [*clients[chosen.new :], *clients[: chosen.new]]]
 
     content = run(chosen, make, request)
     return content, plot(content)
@@ -669,7 +626,6 @@ def tau_plot(content: Row) -> Figure:
 
 
 EXPERIMENTS = {
-    "fedvi-cifar100": Experiment(_cifar, table),
     "fedvi-tau": Experiment(_tau, tau_table),
     "fedvi-writers": Experiment(_writers, table),
 }
