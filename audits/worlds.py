@@ -105,7 +105,7 @@ class Laboratory:
         if self._late is not None:
             self._late.apply(server, list(engine.silos.values()))
         recorder = Recorder(server, engine, self.aggregation.kind, simulated=self._simulated, real_data=self._real_data)
-        for _ in Run(Parties(server, engine, guards), self.algorithm.most_rounds, lambda _: None):
+        for _ in Run(Parties(server, engine, guards), lambda _: None):
             pass
         latents = {name: self._latents(silo, server) for name, silo in engine.silos.items()}
         return Outcome(recorder.transcript(), latents, server.problem.layout)
@@ -214,7 +214,7 @@ class LateStart:
         calls = len(silos) * (rounds + worlds * settling)
         compiled = choose_mode("auto", calls, work_of(silos, config, None)) == "compiled"
         server, engine, guards = build_parties(model, silos, long, Plain(), compile=compiled)
-        for _ in Run(Parties(server, engine, guards), long.most_rounds, lambda _: None):
+        for _ in Run(Parties(server, engine, guards), lambda _: None):
             pass
         self.posterior: Posterior = server.program.posterior(server.state.algorithm)
         self._program: SiloProgram = long.silo(server.problem)

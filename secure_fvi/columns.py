@@ -153,7 +153,7 @@ def column_parties(
     problem = VerticalProblem(likelihood, ordered, len(known.y), seed, dtype, where, mode, privacy)
     bare, noise = algorithm.program(problem), NoiseSource(options["noise_key"])
     disclosed.of_program(bare.tables, {p: t for p, t in bare.terms.items() if p in bare.tables}, aggregation)
-    server_sum, silo_sums = local_parties(strong_enough(aggregation, bare.terms), ordered)
+    server_sum, silo_sums = local_parties(strong_enough(aggregation, disclosed), ordered)
     views: dict[str, tuple[Any, VerticalView]] = {}
     shared: dict[Any, ColumnsProgram] = {}
     for name, program in zip(names, programs, strict=True):

@@ -157,8 +157,9 @@ class Phase:
 class Disclosure:
     """What a job tells whom. Public: all parties derive the same.
 
-    kind: of the sums; "masked-unchecked" and "homomorphic-unmasked" are the weaker forms. differences: exact sums of
-    its rounds that may lack silos.
+    kind: of the sums; "masked-unchecked" and "homomorphic-unmasked" are the weaker forms. lacking: silos that a total
+    may lack by the option that says so: shares are dealt for as many, whether or not any total lacks one. differences:
+    exact sums of its rounds that may.
     """
 
     algorithm: str
@@ -170,6 +171,7 @@ class Disclosure:
     rows: bool
     share: float
     privacy: DP | None
+    lacking: int = 0
     differences: int = 0
     people: bool = False
 
@@ -236,17 +238,18 @@ class Disclosure:
                 raise InputError(f"{self.algorithm} has a row a silo in '{rows[0]}', which it does not declare")
             if self.privacy is not None and name not in terms:
                 raise InputError(f"phase '{name}' of {self.algorithm} has no terms of its privacy")
-            if name in terms and terms[name].cohort != declared[name].asked:
+            own, planned = declared[name], terms.get(name)
+            if planned is not None and (planned.rounds, planned.cohort) != (own.at_most, own.asked):
                 raise InputError(
-                    f"phase '{name}' of {self.algorithm} plans its noise for {terms[name].cohort} silos, and asks "
-                    f"{declared[name].asked}"
+                    f"phase '{name}' of {self.algorithm} plans its noise for {planned.rounds} sums of {planned.cohort} "
+                    f"silos, and declares {own.at_most} of {own.asked}"
                 )
             for b in table.blocks:
                 if b.rows == "presence" or b.name in (BELOW_NORM, UNABLE.name):  # said of all sums, and by `kinds`
                     continue
                 kind = b.name.split("/")[0]
-                said = any(word in declared[name].what for word in WORDS.get(kind, ()))
-                if not said or (kind in _OF_LIKELIHOOD and not declared[name].likelihood):
+                said = any(word in own.what for word in WORDS.get(kind, ()))
+                if not said or (kind in _OF_LIKELIHOOD and not own.likelihood):
                     raise InputError(f"{self.algorithm} sums '{b.name}' in phase '{name}', which it does not declare")
         if (codec := aggregation.codec(self.silos)) is not None:
             for name, table in tables.items():
@@ -278,6 +281,8 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
         algorithm.name, kind, silos, declared.rounds, phases, declared.keeps, declared.rows, declared.share, privacy,
         people=declared.people,
     )  # fmt: skip
+    lacking = getattr(aggregation, "max_missing", 0) if privacy is None else found.missing
+    found = dataclasses.replace(found, lacking=lacking if kind != "plain" else 0)
     if privacy is None and found.missing:
         found = dataclasses.replace(found, differences=getattr(aggregation, "max_differences", 0))
     if kind != "plain":
@@ -325,18 +330,14 @@ def _check_hidden(found: Disclosure, aggregation: SecureSum, declared: Declarati
 
 
 def _at_least(sums: Sums, aggregation: SecureSum, privacy: DP | None) -> int:
-    """Silos that a total has after losses."""
-    asked = sums.asked
+    """Silos that a total has after losses: under distributed noise all but its dropouts, and where each silo adds all
+    of the noise, any down to min_cohort."""
+    asked, least = sums.asked, getattr(aggregation, "min_cohort", 1)
     if aggregation.kind == "plain":
         return 1
-    if sums.besides:
-        return asked
-    least: int = getattr(aggregation, "min_cohort", 1)
-    missing: int | None = getattr(aggregation, "max_missing", None)
-    if not getattr(aggregation, "max_differences", 0):
-        missing = 0
-    if privacy is not None:
-        missing = privacy.dropouts if privacy.noise == "distributed" else None
-    if missing is not None:
-        least = max(least, asked - missing)
-    return min(least, asked)
+    missing: int = getattr(aggregation, "max_missing", asked)
+    if privacy is None:
+        missing = 0 if sums.besides or not getattr(aggregation, "max_differences", 0) else missing
+    elif privacy.noise != "server":
+        missing = privacy.dropouts if privacy.noise == "distributed" else asked
+    return min(max(least, asked - missing), asked)

@@ -132,7 +132,6 @@ class Run(Generic[R]):
     def __init__(
         self,
         parties: Parties[Any],
-        most_rounds: int,
         conclude: Callable[[Run[R]], R],
         checkpoints: Checkpoints | None = None,
         *,
@@ -145,7 +144,7 @@ class Run(Generic[R]):
         again is released, and paid for, again. threads: of PyTorch in rounds and result. began: a time of the
         monotonic clock."""
         self.server, self.engine, self.guards = parties
-        self._most, self._conclude, self._checkpoints = most_rounds, conclude, checkpoints
+        self._conclude, self._checkpoints = conclude, checkpoints
         self._block, self._threads = block, threads
         skipped = max(self.server.state.last_index, self.guards.last_index)
         resumed = resume and checkpoints is not None
@@ -210,8 +209,7 @@ class Run(Generic[R]):
         state = self.server.state
         return Progress(
             self.server.rounds,
-            # What visits silos one after the other knows its rounds only once it knows the silos.
-            getattr(self.server.program, "most_rounds", self._most),
+            self.server.program.most_rounds,
             step.objective,
             step.learning_rate,
             step.r_hat,

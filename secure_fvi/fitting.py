@@ -144,7 +144,7 @@ def run(
         return result_of(done.server, done.engine, algorithm, sums, done)
 
     return Run(
-        parties, algorithm.most_rounds, conclude, kept or kept_in(given, begun),
+        parties, conclude, kept or kept_in(given, begun),
         resume=given["resume"], block=(given["books"] or Books()).block, threads=threads, began=began,
     )  # fmt: skip
 
@@ -314,7 +314,7 @@ def _row_parties(
     program, noise = algorithm.server(problem), NoiseSource(noise_key)
     terms = program.terms
     disclosed = disclosed.of_program(program.tables, terms, aggregation)
-    server_sum, silo_sums = local_parties(strong_enough(aggregation, terms), ordered, check_once=True)
+    server_sum, silo_sums = local_parties(strong_enough(aggregation, disclosed), ordered, check_once=True)
     warn_of_large_delta(terms, {name: records.size for name, (_, records) in read.items()})
     ids = _record_ids(names, [records for _, records in read.values()], record_ids, getattr(model, "columns", None))
     books = books_of(of, bool(terms))

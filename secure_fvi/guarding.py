@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from secure_fvi.aggregation.base import BlockTable, SecureSum
 from secure_fvi.aggregation.store import SqliteStore
+from secure_fvi.disclosure import Disclosure
 from secure_fvi.errors import BudgetError, InputError, SecureFVIWarning
 from secure_fvi.key_files import key_path, load_key
 from secure_fvi.options import Count, check
@@ -78,27 +79,12 @@ class Guards(NamedTuple):
             self.holder.close(outcome)
 
 
-def strong_enough(aggregation: SecureSum, by_phase: Mapping[str, Terms]) -> SecureSum:
-    """The sum, made to refuse fewer survivors than distributed noise counts on.
-
-    Under differential privacy as many silos may be missing from a total as its noise allows for: the settings'
-    dropouts, or, where each silo adds all of the noise, any down to min_cohort.
-    """
-    terms = next(iter(by_phase.values()), None)
-    if terms is None or (aggregation.kind == "plain" and terms.settings.noise != "distributed"):
+def strong_enough(aggregation: SecureSum, found: Disclosure) -> SecureSum:
+    """The sum, made to refuse fewer survivors than the job's noise counts on, as its disclosure says."""
+    if found.privacy is None or found.kind == "plain":
         return aggregation
-    if terms.settings.noise == "silo":
-        missing = max(terms.cohort - aggregation.min_cohort, 0)  # type: ignore[attr-defined]
-        return dataclasses.replace(aggregation, max_missing=missing)  # type: ignore[type-var]
-    if terms.settings.noise != "distributed":
-        return aggregation
-    least = terms.cohort - terms.settings.dropouts
-    stronger: SecureSum = dataclasses.replace(  # type: ignore[type-var]
-        aggregation,
-        min_cohort=max(least, aggregation.min_cohort),  # type: ignore[attr-defined]
-        max_missing=terms.settings.dropouts,
-    )
-    return stronger
+    least = max(found.at_least, aggregation.min_cohort)  # type: ignore[attr-defined]
+    return dataclasses.replace(aggregation, min_cohort=least, max_missing=found.missing)  # type: ignore[type-var]
 
 
 def build_guards(

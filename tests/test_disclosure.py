@@ -17,7 +17,9 @@ from secure_fvi.deployment.policy import Allowed
 from secure_fvi.disclosure import DISCLOSURES, Declaration, Disclosure, Sums, check_carried, disclose
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.fitting import build_parties
+from secure_fvi.guarding import strong_enough
 from secure_fvi.privacy.gate import Gate
+from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.runs.config import Engine
 
 RECORD = {"noise_multiplier": 2.0, "delta": 1e-7}
@@ -157,6 +159,31 @@ def test_losses_that_noise_counts_on_are_in_the_statement() -> None:
     assert disclose(sf.SFVI(iterations=3), sf.Plain(), None, 10).at_least == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "sums", "at_least", "lacking"),
+    [
+        (None, {"max_missing": 1}, 4, 1),  # shares are dealt, and no total lacks one
+        (None, {"max_missing": 1, "max_differences": 1}, 3, 1),
+        ({"noise": "server"}, {}, 4, 0),  # it read as "any down to min_cohort", which no sum let happen
+        ({"noise": "server"}, {"max_missing": 1}, 3, 1),
+        ({"noise": "silo"}, {}, 3, 1),
+        ({"dropouts": 2}, {}, 3, 1),  # min_cohort counts as well: sums recovered from a loss that could not be
+        ({"dropouts": 1}, {"min_cohort": 4}, 4, 0),
+    ],
+)
+def test_what_a_sum_may_lack_is_read_once(
+    options: dict[str, Any] | None, sums: dict[str, int], at_least: int, lacking: int
+) -> None:
+    settings = None if options is None else sf.RecordDP(**{**RECORD, **options})
+    aggregation = sf.Masked(**sums)
+    found = disclose(sf.SFVI(iterations=3), aggregation, settings, 4)
+    used = strong_enough(aggregation, found)
+    assert (found.at_least, found.lacking) == (at_least, lacking)
+    assert used.max_missing == lacking
+    if settings is not None:
+        assert max(used.min_cohort, 4 - used.max_missing) == at_least
+
+
 def test_a_silo_is_not_dropped_where_no_sum_may_lack_one() -> None:
     drop = Engine(on_loss="drop")
     for sums in (sf.Masked(min_cohort=3), sf.Masked(min_cohort=2, max_missing=1)):
@@ -179,6 +206,10 @@ def test_the_statement_is_held_against_the_program() -> None:
     private = disclose(sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(**RECORD), 3)
     with pytest.raises(InputError, match="no terms of its privacy"):
         private.of_program({"round": table}, {}, sf.Masked())
+    for rounds, silos in ((6, 3), (5, 4)):
+        more = {"round": agree(sf.RecordDP(**RECORD), silos, 1.0, rounds, Extent(2, 0, 0))}
+        with pytest.raises(InputError, match=f"for {rounds} sums of {silos} silos, and declares 5 of 3"):
+            private.of_program({"round": table}, more, sf.Masked())
 
 
 def test_blocks_are_exact_or_noised_as_they_leave() -> None:

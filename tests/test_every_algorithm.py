@@ -276,8 +276,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(case: Case, tmp_path: P
         whole = ended(CASES.index(case), "plain", privacy).parties
         first, again = case.build(sf.Plain(), privacy), case.build(sf.Plain(), privacy)
         kept = FolderCheckpoints(tmp_path / str(at), 0.0)
-        next(Run(Built(*first), ROUNDS, lambda _: None, kept))
-        rest = Run(Built(*again), ROUNDS, lambda _: None, kept, resume=True)
+        next(Run(Built(*first), lambda _: None, kept))
+        rest = Run(Built(*again), lambda _: None, kept, resume=True)
         while again.server.state.last_index < whole.server.state.last_index:
             next(rest)
         for one, other in zip(whole.state(), again.state(), strict=True):

@@ -365,6 +365,11 @@ class ServerProgram(Protocol):
         """The questions that silos answer."""
         ...
 
+    @property
+    def most_rounds(self) -> int:
+        """Rounds after which a run ends whatever happens; what visits silos in turn knows them only here."""
+        ...
+
     def init(self) -> Any:
         """The state before the first round."""
         ...

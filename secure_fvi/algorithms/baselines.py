@@ -201,7 +201,6 @@ class BaselineProgram(Program):
 
     @property
     def most_rounds(self) -> int:
-        """Rounds of the run, for its progress."""
         visits: int = self.config.most_rounds
         return visits if self.config.at_once else visits * len(self.problem.silos)
 

@@ -150,6 +150,11 @@ class Program(ABC):
 
     # ---- what an algorithm says ----
 
+    @property
+    def most_rounds(self) -> int:
+        most: int = self.config.most_rounds
+        return most
+
     @abstractmethod
     def setup(self) -> None:
         """Set what follows from options and model. Raises InputError for what these or its privacy do not allow."""

@@ -131,7 +131,7 @@ class ColumnsJob(SiteJob):
         self.guards, self.aggregation = Guards({}), aggregation
         self._config, self._likelihood = config, likelihood_of(config.model)
         self._algorithm = algorithm.resolved(self._likelihood)
-        self._dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
+        self._dtype = config.run.torch_dtype
         at = next(j for j, s in enumerate(config.silo) if s.id == home.id)
         silo, key, by_record = config.silo[at], f"silo[{at}]", isinstance(self._privacy, RecordDP)
         spoilt: list[str] = []

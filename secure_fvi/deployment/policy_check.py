@@ -337,12 +337,10 @@ def _sums(found: Disclosure, sums: SecureSum, policy: SitePolicy) -> Iterator[st
     for p in found.phases:
         if p.asked < min(policy.min_cohort, found.silos):
             yield f"its phase '{p.phase}' asks {p.asked} silos (min_cohort: at least {policy.min_cohort})"
-    private, option = found.privacy is not None, "privacy.dropouts"
-    allowed, missing = policy.max_missing(private), found.missing
-    if not private:  # the option itself: by it sums are whole, or shares are dealt, whatever a total then lacks
-        option, missing = "aggregation.max_missing", getattr(sums, "max_missing", 0)
-    if allowed is not None and missing > allowed:
-        yield f"its sums may lack {missing} of the silos asked, by {option} (max_missing: at most {allowed})"
+    private = found.privacy is not None
+    allowed, option = policy.max_missing(private), "privacy.dropouts" if private else "aggregation.max_missing"
+    if allowed is not None and found.lacking > allowed:
+        yield f"its sums may lack {found.lacking} of the silos asked, by {option} (max_missing: at most {allowed})"
     if found.differences > policy.max_differences:
         yield (
             f"{found.differences} of its sums may lack silos, by aggregation.max_differences (max_differences: at most "

@@ -34,7 +34,7 @@ from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import now
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import TRAIL, Exchange, Trail
-from secure_fvi.disclosure import check_carried, disclose
+from secure_fvi.disclosure import Disclosure, check_carried, disclose
 from secure_fvi.driving import NOTHING_DONE, Parties, Progress, Run
 from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.engines.stream_messages import LONGEST
@@ -127,6 +127,11 @@ class RemoteFederation(FederationBase):
     carrier: Callable[..., Any] = StreamServer  # made with what a StreamServer takes
     columns: ServerColumns | None = None  # of a vertical job
 
+    @property
+    def disclosed(self) -> Disclosure:
+        """As every party derives it from the options."""
+        return disclose(self.algorithm, self.aggregation, self.privacy, len(silo_ids(self.config) or ()))
+
     def digest(self) -> str:
         """Of the model, and the response's file where this process has one: the data are the silos'."""
         own = b"" if self.columns is None else self.columns.digest
@@ -183,8 +188,7 @@ def program_of(federation: RemoteFederation, problem: Problem) -> ServerProgram:
     its sums cannot carry."""
     algorithm, aggregation, columns = federation.algorithm, federation.aggregation, federation.columns
     program: ServerProgram = algorithm.server(problem) if columns is None else columns.program(problem)
-    disclosed = disclose(algorithm, aggregation, federation.privacy, len(problem.silos))
-    disclosed.of_program(program.tables, program.terms, aggregation)
+    federation.disclosed.of_program(program.tables, program.terms, aggregation)
     return program
 
 
@@ -279,8 +283,7 @@ class Hub:
         with with_threads(of.threads):
             server, aggregation = self._open(joined)
             going: Run[Result] = Run(
-                Parties(server, self.engine, Guards({})), of.algorithm.most_rounds,
-                lambda done: of.concluded(done, aggregation),
+                Parties(server, self.engine, Guards({})), lambda done: of.concluded(done, aggregation),
                 self._checkpoints, resume=True, block=Books().block, began=began,
             )  # fmt: skip
             for progress in going:
@@ -318,7 +321,7 @@ class Hub:
         program, noise = program_of(of, problem), NoiseSource(None)
         tables = program.tables.values()
         self.engine.longest = max(LONGEST, talk.longest_message(tables, len(offer.silos), of.aggregation))
-        aggregation = strong_enough(of.aggregation, program.terms)
+        aggregation = strong_enough(of.aggregation, of.disclosed)
         start = Server(problem, program, PlainServer(offer.silos), noise).state
         states = self._checkpoints.load({"server": start, "run": NOTHING_DONE})
         decided = states["server"].last_index if states is not None else 0

@@ -160,7 +160,6 @@ class SiteJob:
         self._questions: HeldStore | None = None
         self.session = b""
         self._given_up = False  # the session that is open is not to be gone on with
-        self._most_rounds = 0  # not known before people are matched
         self._build(_with_data(decision.local_config(home.id), home.id, local.data))
 
     def _build(self, config: Config) -> None:
@@ -168,7 +167,7 @@ class SiteJob:
         home, decision, (algorithm, aggregation, privacy) = self.home, self.decision, self._chosen
         hidden = [home.path, *decision.policy.files, *files_of(config)]
         model, _ = model_for(config, decision.policy.sandbox, decision.offer.model, decision.offer.package, *hidden)
-        dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
+        dtype = config.run.torch_dtype
         own = self._records(config, self._local, model, dtype)
         self.schema, self.cohort, ids_are_own = own.schema, own.cohort, own.ids_are_own
         work = work_of([own.records.rows], algorithm, privacy)
@@ -198,11 +197,10 @@ class SiteJob:
             self.program.terms,
             self.disclosed.of_program(self.program.tables, self.program.terms, aggregation),
         )
-        self._most_rounds = getattr(self._family, "most_rounds", algorithm.most_rounds)
         check_terms(terms, self.decision.policy)
         warn_of_large_delta(terms, {self.home.id: records})
         self.guards = self._guards(algorithm.name, NoiseSource(None))
-        self.aggregation = strong_enough(aggregation, terms)
+        self.aggregation = strong_enough(aggregation, self.disclosed)
 
     @property
     def longest(self) -> int:
@@ -213,9 +211,9 @@ class SiteJob:
         """How the job stands here, for any thread: the round of the last answer."""
         offer, party = self.decision.offer, self.party
         begun = party is not None and party.silo.past.asked.round >= 0
-        at = min(party.silo.past.asked.round + 1, self._most_rounds) if party is not None and begun else 0
+        at = min(party.silo.past.asked.round + 1, self.disclosed.rounds) if party is not None and begun else 0
         phase = "rounds" if begun else "joining"
-        return Stand(offer.job, title(offer.config), phase, at, self._most_rounds)
+        return Stand(offer.job, title(offer.config), phase, at, self.disclosed.rounds)
 
     def join(self) -> Joined:
         """What the server needs to know of this silo."""

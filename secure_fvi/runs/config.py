@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from secure_fvi.errors import InputError
 from secure_fvi.runs import wording
 from secure_fvi.runs.wording import first_error
+
+if TYPE_CHECKING:
+    import torch
 
 #: Algorithms for silos that hold different columns of the same people.
 VERTICAL = ("soul", "vertical")
@@ -173,6 +176,12 @@ class Run(Table):
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     batch_silos: bool = False
     checkpoint_seconds: Positive = 5.0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float64 if self.dtype == "float64" else torch.float32
 
 
 class Engine(Table):

@@ -74,7 +74,7 @@ class FederationBase(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float64 if self.config.run.dtype == "float64" else torch.float32
+        return self.config.run.torch_dtype
 
     @property
     def threads(self) -> int:
@@ -259,7 +259,7 @@ def disclosure_of(
     if isinstance(model, FederatedModel):
         model.check_declared(privacy)
     names, silos, _ = _records(config, data_dir, model)
-    dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
+    dtype = config.run.torch_dtype
     schema = check_schemas_agree(
         {name: read_data(rows, name, dtype)[0] for name, rows in zip(names, silos, strict=True)}
     )

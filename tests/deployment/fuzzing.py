@@ -39,6 +39,7 @@ from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.session_messages import session_of, session_roster
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
+from secure_fvi.disclosure import disclose
 from secure_fvi.engines import letters, stream_messages
 from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.federated_model import Schema
@@ -422,7 +423,7 @@ def opened_job(made: Job, data: Path | None) -> Opened:
         model_of(made.config)[0], schema, algorithm, silos, 3, privacy, building.Machine(compile=False)
     )
     program = algorithm.server(problem)
-    aggregation = strong_enough(aggregation, program.terms)
+    aggregation = strong_enough(aggregation, disclose(algorithm, aggregation, privacy, len(silos)))
     session = session_of(roster, offer.hash, opened, aggregation)
     named = session_roster(roster, session, silos, aggregation, b"")
     sums = server_half(aggregation, silos, named, MemoryStore(), lambda message: b"")

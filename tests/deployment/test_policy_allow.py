@@ -79,6 +79,14 @@ def test_sums_that_may_lack_silos_are_let_in_as_far_as_the_job_says(door: Door) 
     assert (found["max_missing"], found["max_differences"]) == (1, 2)
 
 
+def test_sums_whose_shares_are_dealt_are_let_in_though_no_total_lacks_a_silo(door: Door) -> None:
+    """The command wrote nothing of it, and its own check then refused the job."""
+    answer = door.allow("--without-dp", "--yes", "--set", "aggregation.max_missing=1")
+    assert answer.exit_code == 0, answer.output
+    found = wording.loads(door.policy.read_text())
+    assert (found["max_missing"], found.get("max_differences", 0)) == (1, 0)
+
+
 def test_a_no_or_a_failure_leaves_all_as_it_was(door: Door) -> None:
     assert door.allow("--without-dp", said="n\n").exit_code != 0
     assert door.held() == door.before

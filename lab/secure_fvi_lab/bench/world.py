@@ -236,8 +236,9 @@ def posterior(config: Config, answers: Answered | None = None) -> bytes:
         )  # fmt: skip
         carrier = engine if answers is None else Replayed(engine.silos, answers)
         going: Run[Result] = Run(
-            RunParties(server, carrier, guards), federation.algorithm.most_rounds,
-            lambda done: result_of(server, carrier, federation.algorithm, federation.aggregation, done), began=began,
-        )  # fmt: skip
+            RunParties(server, carrier, guards),
+            lambda done: result_of(server, carrier, federation.algorithm, federation.aggregation, done),
+            began=began,
+        )
         going.result().save(Path(folder))
         return (Path(folder) / "posterior.safetensors").read_bytes()
