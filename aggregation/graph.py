@@ -60,6 +60,11 @@ def complete_threshold(silos: int) -> int:
     return max(silos // 2 + 1, min(2 * silos // 3 + 1, silos - 1))
 
 
+def least_signatures(silos: int) -> int:
+    """T = floor(2n/3) + 1: two sets of so many signatures share an honest silo below 2T - n colluders (n/3)."""
+    return 2 * silos // 3 + 1
+
+
 def _log2_ratio(numerator: int, denominator: int) -> float:
     """log2 of a ratio of integers of any size."""
     if numerator == 0:

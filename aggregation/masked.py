@@ -13,13 +13,14 @@ What it protects against whom: docs/threat-model.md.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from secure_fvi.aggregation.base import BlockTable, Form, Seat, SumSilo, check_silo_ids
-from secure_fvi.aggregation.graph import neighbourhood
+from secure_fvi.aggregation.graph import least_signatures, neighbourhood
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.roster import Roster
@@ -82,6 +83,17 @@ class Masked:
     @property
     def form(self) -> Form:
         return "masked" if self.consistency_check else "masked-unchecked"
+
+    def withstands(self, silos: int, recovers: bool) -> int:
+        """Silos in league with a lying server to whom sums of so many show no single term (docs/threat-model.md).
+        recovers: totals may lack silos, or there is a key holder; otherwise sums are whole."""
+        graph = neighbourhood(silos, self.corrupt, self.lost)
+        if not graph.complete:
+            return math.floor(self.corrupt * silos)
+        if not recovers:
+            return silos - 1  # where all others collude, the total is the term
+        twice = 2 * (least_signatures(silos) if self.consistency_check else graph.threshold)
+        return min(graph.threshold - 1, twice - silos - 1)
 
     def codec(self, silos: int) -> Callable[[BlockTable], Ring]:
         """Elements of the ring of the integers modulo 2^`bits`."""

@@ -14,7 +14,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from secure_fvi.aggregation.base import check_silo_ids
-from secure_fvi.aggregation.graph import Neighbourhood, neighbourhood
+from secure_fvi.aggregation.graph import Neighbourhood, least_signatures, neighbourhood
 from secure_fvi.aggregation.prg import digest
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.wire import Limit
@@ -115,8 +115,8 @@ class Roster:
 
     @property
     def signatures_needed(self) -> int:
-        """T = floor(2n/3) + 1: two sets cannot both have that many signatures below n/3 colluders."""
-        return 2 * self.size // 3 + 1
+        """T: two sets cannot both have that many signatures below n/3 colluders."""
+        return least_signatures(self.size)
 
     @cached_property
     def neighbourhood(self) -> Neighbourhood:

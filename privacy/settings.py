@@ -50,6 +50,11 @@ class DP:
             _check_scale("noise_multiplier", self.noise_multiplier, _LEAST_NOISE, _MOST_NOISE)
 
 
+def exact_totals(privacy: DP | None) -> bool:
+    """Whether the server sees totals without noise: there is none, or it is what the server adds to what leaves it."""
+    return privacy is None or privacy.noise == "server"
+
+
 def _check_scale(name: str, value: float, least: float = _LEAST, most: float = _MOST) -> None:
     if not least <= value <= most:
         raise InputError(f"{name} must lie in [{least:g}, {most:g}], not {value}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from secure_fvi.aggregation.base import UNABLE, Block, BlockTable, Form, SecureSum
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
+from secure_fvi.privacy.settings import DP, RecordDP, SiloDP, exact_totals
 from secure_fvi.privacy.terms import BELOW_NORM, Terms
 
 if TYPE_CHECKING:
@@ -176,6 +176,11 @@ class Disclosure:
     people: bool = False
 
     @property
+    def exact(self) -> bool:
+        """Whether the server sees totals without noise: what limits these, limits this job."""
+        return exact_totals(self.privacy)
+
+    @property
     def besides(self) -> int:
         """Sums that are in no round."""
         return sum(p.at_most for p in self.phases if p.besides)
@@ -189,7 +194,7 @@ class Disclosure:
     def solvable(self) -> bool:
         """Whether exact sums of an honest job are equations for single silos' terms. Asynchronous ones are: what a
         silo's site lacks shrinks by known factors, and with it the silo's share of the next sum."""
-        return self.privacy is None and any(p.cohort == "asynchronous" and p.asked < self.silos for p in self.phases)
+        return self.exact and any(p.cohort == "asynchronous" and p.asked < self.silos for p in self.phases)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -197,11 +202,11 @@ class Disclosure:
         dp = self.privacy
         found = {
             "per_silo_rows": self.rows,
-            "person_rows": self.people and dp is None,
+            "person_rows": self.people and self.exact,
             "single_silos": self.single or self.solvable,
-            "changing_cohorts": dp is None and any(1 < p.asked < self.silos for p in self.phases),
-            "final_likelihood": dp is None and any(p.likelihood for p in self.phases),
-            "sampled_records": dp is None and self.share < FEW,
+            "changing_cohorts": self.exact and any(1 < p.asked < self.silos for p in self.phases),
+            "final_likelihood": self.exact and any(p.likelihood for p in self.phases),
+            "sampled_records": self.exact and self.share < FEW,
             "exact_counts": isinstance(dp, RecordDP) and dp.public_counts,
             "objective": isinstance(dp, RecordDP) and dp.objective_share > 0,
             "adaptive_clipping": isinstance(dp, SiloDP) and dp.target_quantile is not None,
@@ -281,9 +286,9 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
         algorithm.name, kind, silos, declared.rounds, phases, declared.keeps, declared.rows, declared.share, privacy,
         people=declared.people,
     )  # fmt: skip
-    lacking = getattr(aggregation, "max_missing", 0) if privacy is None else found.missing
+    lacking = getattr(aggregation, "max_missing", 0) if found.exact else found.missing
     found = dataclasses.replace(found, lacking=lacking if kind != "plain" else 0)
-    if privacy is None and found.missing:
+    if found.exact and found.missing:
         found = dataclasses.replace(found, differences=getattr(aggregation, "max_differences", 0))
     if kind != "plain":
         _check_hidden(found, aggregation, declared)
@@ -295,12 +300,29 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
             )
         if kind == "homomorphic-unmasked":
             raise InputError("noise = 'distributed' needs exact sums with masks: use scheme = 'bfv' with masks")
+        _check_colluders(found, aggregation, privacy)
     return found
+
+
+def _check_colluders(found: Disclosure, aggregation: SecureSum, privacy: DP) -> None:
+    """Whoever opens one silo's own term finds its share of the noise there, and no more."""
+    shares = min(p.asked for p in found.phases) - privacy.dropouts - privacy.colluders
+    masks, recovers = aggregation.beneath(64), found.lacking > 0 or found.kind == "homomorphic"
+    if masks is None or shares <= 1:  # each silo adds all of the noise
+        return
+    if privacy.colluders > (most := masks.withstands(found.silos, recovers)):
+        raise InputError(
+            f"colluders = {privacy.colluders} with noise = 'distributed': {aggregation.kind} sums of {found.silos} "
+            f"silos{' that may lack some' if recovers else ''} withstand {most} in league with a lying server; more "
+            f"would open a single silo's term, which has one of {shares} shares of the noise. Plan for {most}, let no "
+            "silo be lost (dropouts = 0, masked sums), assume more (aggregation.corrupt, over 32 silos), or take "
+            "noise = 'silo'"
+        )
 
 
 def check_carried(found: Disclosure, engine: Engine) -> None:
     """Raises InputError where the way in which a job is carried does not go with what it discloses."""
-    if engine.on_loss == "drop" and found.privacy is None and not found.missing:
+    if engine.on_loss == "drop" and found.exact and not found.missing:
         raise InputError(
             f"engine.on_loss = 'drop': no sum of this job may lack a silo, since each asks {found.at_least} and needs "
             f"{found.at_least}; use on_loss = 'wait', or let sums lack some (aggregation.max_missing, max_differences)"
@@ -336,8 +358,8 @@ def _at_least(sums: Sums, aggregation: SecureSum, privacy: DP | None) -> int:
     if aggregation.kind == "plain":
         return 1
     missing: int = getattr(aggregation, "max_missing", asked)
-    if privacy is None:
-        missing = 0 if sums.besides or not getattr(aggregation, "max_differences", 0) else missing
-    elif privacy.noise != "server":
+    if privacy is not None and not exact_totals(privacy):
         missing = privacy.dropouts if privacy.noise == "distributed" else asked
+    elif sums.besides or not getattr(aggregation, "max_differences", 0):
+        missing = 0
     return min(max(least, asked - missing), asked)

@@ -81,7 +81,7 @@ class Guards(NamedTuple):
 
 def strong_enough(aggregation: SecureSum, found: Disclosure) -> SecureSum:
     """The sum, made to refuse fewer survivors than the job's noise counts on, as its disclosure says."""
-    if found.privacy is None or found.kind == "plain":
+    if found.exact or found.kind == "plain":
         return aggregation
     least = max(found.at_least, aggregation.min_cohort)  # type: ignore[attr-defined]
     return dataclasses.replace(aggregation, min_cohort=least, max_missing=found.missing)  # type: ignore[type-var]

@@ -23,6 +23,7 @@ from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.runs.config import Engine
 
 RECORD = {"noise_multiplier": 2.0, "delta": 1e-7}
+AT_SERVER = sf.RecordDP(noise="server", **RECORD)
 #: Sums from which single silos' terms are solved for, as the job says.
 OPEN = sf.PVI(schedule="asynchronous", reveal_changes=True)
 
@@ -50,6 +51,20 @@ OPEN = sf.PVI(schedule="asynchronous", reveal_changes=True)
         (sf.Vertical(response="private"), sf.Masked(), None, ("person_rows",)),
         (sf.Vertical(model="power", batch_size=1), sf.Masked(), None, ("person_rows", "sampled_records")),
         (sf.Vertical(), sf.Masked(), sf.RecordDP(**RECORD), ()),
+        # Its noise is added to what leaves the server, which sees what it sees of a job without privacy.
+        (
+            sf.SFVI(iterations=5, sampling_rate=0.1),
+            sf.Masked(),
+            sf.RecordDP(noise="server", **RECORD),
+            ("sampled_records",),
+        ),
+        (
+            sf.SFVI(iterations=5, participation=0.5),
+            sf.Masked(),
+            sf.RecordDP(noise="server", **RECORD),
+            ("changing_cohorts",),
+        ),
+        (sf.SFVI(iterations=5, sampling_rate=0.1), sf.Masked(), sf.RecordDP(noise="silo", **RECORD), ()),
         (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(public_counts=True, **RECORD), ("exact_counts",)),
         (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(objective_share=0.2, **RECORD), ("objective",)),
         (sf.SFVI(iterations=5), sf.Masked(), sf.SiloDP(target_quantile=0.5, **RECORD), ("adaptive_clipping",)),
@@ -165,7 +180,8 @@ def test_losses_that_noise_counts_on_are_in_the_statement() -> None:
         (None, {"max_missing": 1}, 4, 1),  # shares are dealt, and no total lacks one
         (None, {"max_missing": 1, "max_differences": 1}, 3, 1),
         ({"noise": "server"}, {}, 4, 0),  # it read as "any down to min_cohort", which no sum let happen
-        ({"noise": "server"}, {"max_missing": 1}, 3, 1),
+        ({"noise": "server"}, {"max_missing": 1}, 4, 1),
+        ({"noise": "server"}, {"max_missing": 1, "max_differences": 1}, 3, 1),
         ({"noise": "silo"}, {}, 3, 1),
         ({"dropouts": 2}, {}, 3, 1),  # min_cohort counts as well: sums recovered from a loss that could not be
         ({"dropouts": 1}, {"min_cohort": 4}, 4, 0),
@@ -180,8 +196,35 @@ def test_what_a_sum_may_lack_is_read_once(
     used = strong_enough(aggregation, found)
     assert (found.at_least, found.lacking) == (at_least, lacking)
     assert used.max_missing == lacking
-    if settings is not None:
+    if not found.exact:
         assert max(used.min_cohort, 4 - used.max_missing) == at_least
+
+
+@pytest.mark.parametrize(
+    ("silos", "sums", "options", "most"),
+    [
+        (7, sf.Masked(), {"colluders": 3, "dropouts": 1}, 2),
+        (7, sf.Masked(), {"colluders": 5}, None),  # whole sums: the total of two is all there is
+        (30, sf.Masked(), {"colluders": 12, "dropouts": 1}, 11),
+        (7, sf.Homomorphic(), {"colluders": 3}, 2),  # these always recover
+        (64, sf.Masked(), {"colluders": 7}, 6),  # the graph assumes a tenth
+        (64, sf.Masked(corrupt=0.15), {"colluders": 7}, None),
+        (4, sf.Masked(consistency_check=False), {"dropouts": 1, "colluders": 2}, None),  # one share: all of the noise
+        (5, sf.Masked(consistency_check=False), {"dropouts": 1, "colluders": 2}, None),
+        (3, sf.Masked(consistency_check=False), {}, None),
+    ],
+)
+def test_noise_in_shares_counts_on_no_more_colluders_than_the_sums_withstand(
+    silos: int, sums: Any, options: dict[str, int], most: int | None
+) -> None:
+    """Whoever opens a term finds one share of the noise there. What they withstand, test_attack_views.py attacks. The
+    control: all of the noise at each silo."""
+    if most is not None:
+        with pytest.raises(InputError, match=f"withstand {most} in league with a lying server"):
+            disclose(sf.SFVI(iterations=3), sums, sf.RecordDP(**RECORD, **options), silos)
+        options = options | {"colluders": most}
+        disclose(sf.SFVI(iterations=3), sums, sf.RecordDP(**RECORD, noise="silo", **options), silos)
+    assert disclose(sf.SFVI(iterations=3), sums, sf.RecordDP(**RECORD, **options), silos).exact is False
 
 
 def test_a_silo_is_not_dropped_where_no_sum_may_lack_one() -> None:

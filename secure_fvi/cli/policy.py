@@ -337,7 +337,7 @@ def _allowing(
     sums = [found.rounds + found.besides, *(p.at_most for p in found.phases if not p.besides)]
     rules["max_rounds"] = max([rules["max_rounds"], *sums])
     lacking = {"max_differences": found.differences}
-    if found.privacy is None or "max_missing" in rules:  # silent, it is what the job's noise allows
+    if found.exact or "max_missing" in rules:  # silent, it is what the job's noise allows
         lacking["max_missing"] = found.lacking
     return rules | {key: count for key, count in lacking.items() if count > rules.get(key, 0)}
 

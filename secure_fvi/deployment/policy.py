@@ -53,7 +53,7 @@ package = "same"    # the server's secure_fvi has to be this site's, file by fil
 # silos = "all"        # or a share such as 0.5: a job that asks fewer of the roster's silos is refused
 # must_include = []    # silos without which this site takes no part
 # disclosures = []     # what `secure-fvi policy explain JOB.toml` says that a policy has to list
-# max_missing = 0      # silos that a sum may lack of those asked for it; left out, what a job's noise allows, or 0
+# max_missing = 0      # silos that a sum may lack of those asked for it; left out, what a job's noise allows, or 0 of exact sums
 # max_unanswered = 3   # jobs on a data set that its records could not answer: which of them did tells of the records
 # max_differences = 0  # sums of a job over fewer silos than it asks: differences of totals come close to single silos
 
@@ -297,10 +297,10 @@ class SitePolicy:
     def __repr__(self) -> str:
         return f"SitePolicy({self.hash.hex()[:16]})"
 
-    def max_missing(self, private: bool) -> int | None:
-        """Silos of a cohort that a total may lack. private: the job has differential privacy; None is then whatever
-        its noise allows. Without it, 0 where the file is silent."""
-        return self._max_missing if private or self._max_missing is not None else 0
+    def max_missing(self, exact: bool) -> int | None:
+        """Silos of a cohort that a total may lack. exact: the server sees totals without noise (`Disclosure.exact`); 0
+        then, where the file is silent. Otherwise None is whatever the job's noise allows."""
+        return 0 if exact and self._max_missing is None else self._max_missing
 
 
 def data_set_with(rules: Mapping[str, DataRule], file: Path, besides: str = "") -> str | None:

@@ -337,8 +337,8 @@ def _sums(found: Disclosure, sums: SecureSum, policy: SitePolicy) -> Iterator[st
     for p in found.phases:
         if p.asked < min(policy.min_cohort, found.silos):
             yield f"its phase '{p.phase}' asks {p.asked} silos (min_cohort: at least {policy.min_cohort})"
-    private = found.privacy is not None
-    allowed, option = policy.max_missing(private), "privacy.dropouts" if private else "aggregation.max_missing"
+    allowed = policy.max_missing(found.exact)
+    option = "aggregation.max_missing" if found.exact else "privacy.dropouts"
     if allowed is not None and found.lacking > allowed:
         yield f"its sums may lack {found.lacking} of the silos asked, by {option} (max_missing: at most {allowed})"
     if found.differences > policy.max_differences:

@@ -14,6 +14,7 @@ from safetensors.torch import save
 
 from secure_fvi import __version__
 from secure_fvi.aggregation.base import SecureSum, SumServer
+from secure_fvi.aggregation.graph import least_signatures
 from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.messages import M
 from secure_fvi.aggregation.parties import PlainServer, server_half
@@ -242,7 +243,7 @@ class Hub:
         self._sums: Any = None
         self._policies: dict[str, str] = {}  # what each who joined says of its policy
         engine = config.engine or Engine()
-        least = least_silos(federation.aggregation, len(self.offer.silos), federation.privacy is not None)
+        least = least_silos(federation.aggregation, len(self.offer.silos), not federation.disclosed.exact)
         self._patience = Patience(engine.on_loss, engine.deadline, least)
         tls = home.credentials([*self._roster.of_role("silo"), *self._roster.of_role("holder")])
         line = Line(self.offer.silos, self.offer.job, home, self._patience, [self._holder] if self._holder else [])
@@ -501,4 +502,4 @@ def least_silos(aggregation: SecureSum, silos: int, private: bool) -> int:
     if masks is None:
         return 1
     present = 0 if private else silos - masks.max_missing
-    return max(masks.min_cohort, present, 2 * silos // 3 + 1 if masks.consistency_check else 0)
+    return max(masks.min_cohort, present, least_signatures(silos) if masks.consistency_check else 0)

@@ -448,12 +448,13 @@ class SiteJob:
         policy, private = self.decision.policy, bool(self.program.terms)
         # Under privacy the gate asks for whole cohorts: the noise was planned for them. Other sites may allow less than
         # this one: what the job says that its sums may lack, and how many of them, is what all agreed to.
-        missing = min(policy.max_missing(private) or 0, self.disclosed.missing)
+        exact = self.disclosed.exact
+        missing = min(policy.max_missing(exact) or 0, self.disclosed.missing)
         # In a plain sum the server has every term anyway.
         plain = self.aggregation.kind == "plain"
-        unused = None if plain else policy.max_missing(private)
-        # Under privacy totals have noise, planned for those that may be missing: their differences tell no more.
-        lacking = not private and not plain
+        unused = None if plain else policy.max_missing(exact)
+        # Totals that the server sees with noise, planned for those that may be missing, tell no more by differences.
+        lacking = exact and not plain
         limits = Limits(policy.max_rounds, missing, self.disclosed.differences, lacking, _LEFT_OUT, unused)
         name, gate, released = self.home.id, self.guards.gates[self.home.id], self.guards.released(self.home.id)
 
@@ -487,7 +488,7 @@ class SiteJob:
     def _sum(self, session: bytes, store: HeldStore, holder: bytes) -> SumSilo:
         roster, least = self.decision.roster, self.decision.policy.min_cohort
         silos, identity = self.decision.offer.silos, self.home.identity_in(roster)
-        missing = self.decision.policy.max_missing(bool(self.program.terms))
+        missing = self.decision.policy.max_missing(self.disclosed.exact)
         if self._questions is None:  # it outlives sessions: for one question one set of survivors is signed
             self._questions = open_held(self.folder / _QUESTIONS, self.home.state_secret(), power_safe=True)
         opened = OpenSession(roster, session, silos, self.aggregation, holder)

@@ -13,6 +13,8 @@ from secure_fvi.aggregation.messages import (
     Activate,
     RevealRequest,
     SetSignature,
+    Shares,
+    SignRequest,
     pack,
     unpack,
 )
@@ -202,6 +204,51 @@ class TestTwoSurvivorSets:
         self.weaken(monkeypatch)
         world = World(5, consistency_check=False)
         assert is_input(self.attack(world), world.values[world.ids[VICTIM]])
+
+    def opened(self, world, colluders):
+        """What the server reads of the victim with the last `colluders` silos in league: they sign both sets, and hand
+        over the shares that they hold."""
+        size, needed = len(world.ids), world.roster.signatures_needed
+        bad, honest = range(size - colluders, size), [s for s in range(size - colluders) if s != VICTIM]
+        own = message = world.contribute()[world.ids[VICTIM]]
+        near = [VICTIM, *honest[: max(needed - colluders - 1, 0)]]
+        everyone, shares = frozenset(range(size)), {}
+        for survivors, told in ((everyone, near), (everyone - {VICTIM}, [s for s in honest if s not in near])):
+            ask = world.sign_request(survivors)
+            signatures = {s: unpack(world.silos[world.ids[s]].handle(ask), SetSignature).signature for s in told}
+            for s in bad:
+                statement = world.silos[world.ids[s]]._named(unpack(ask, SignRequest), signed=False)[2]
+                signatures[s] = world.identities[world.ids[s]].sign(statement)
+            signers = sorted(signatures)
+            request = pack(
+                world.named(
+                    RevealRequest, survivors, signers=world.roster.bitmap(frozenset(signers)),
+                    signatures=[signatures[s] for s in signers],
+                )
+            )  # fmt: skip
+            replies = {s: unpack(world.silos[world.ids[s]].handle(request), Shares) for s in told}
+            if VICTIM in told:
+                own = replies[VICTIM].own
+                continue
+            for s, reply in replies.items():
+                share = reply.shares[world.batch.held_by(s).index(VICTIM)]
+                shares[world.session.position(VICTIM, s)] = share
+        for s in bad:
+            held = world.silos[world.ids[s]]._state._batches[0]._held[VICTIM]
+            shares[world.session.position(VICTIM, s)] = held[0, 1].tobytes()
+        if len(shares) < world.session.threshold:
+            return None
+        seeds = world.seeds_under(VICTIM, world.recover(shares))
+        return world.open_contribution(VICTIM, payload_of(message), own, seeds)
+
+    @pytest.mark.parametrize("silos", [4, 7, 8])
+    def test_as_many_colluders_as_the_sums_are_said_to_withstand_open_nothing(self, silos):
+        """Noise in shares counts on it. The control: one more opens the victim's term."""
+        most = Masked(max_missing=1).withstands(silos, True)
+        with pytest.raises(ProtocolError, match="signatures"):
+            self.opened(World(silos, max_missing=1), most)
+        world = World(silos, max_missing=1)
+        assert is_input(self.opened(world, most + 1), world.values[world.ids[VICTIM]])
 
     def test_signatures_of_one_member_count_once_and_forged_ones_not_at_all(self):
         world = World(5)
