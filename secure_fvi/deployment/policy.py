@@ -53,7 +53,7 @@ package = "same"    # the server's secure_fvi has to be this site's, file by fil
 # silos = "all"        # or a share such as 0.5: a job that asks fewer of the roster's silos is refused
 # must_include = []    # silos without which this site takes no part
 # disclosures = []     # what `secure-fvi policy explain JOB.toml` says that a policy has to list
-# max_missing = 0      # silos that a sum may lack of those asked for it; left out, what a job's noise allows, or 0 of exact sums
+# max_missing = 0      # silos that a sum may lack of those asked; left out, what a job's noise allows, of exact sums 0
 # max_unanswered = 3   # jobs on a data set that its records could not answer: which of them did tells of the records
 # max_differences = 0  # sums of a job over fewer silos than it asks: differences of totals come close to single silos
 

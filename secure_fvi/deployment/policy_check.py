@@ -208,8 +208,8 @@ def _reasons(
 
 
 def _records(config: Config, data: DataRule, policy: SitePolicy) -> Iterator[str]:
-    """A job's [partition] and [data] say which of a program's records are the site's: by their sizes and a seed a
-    server picks a single one."""
+    """A job's [partition] and [data] say which of a program's records are the site's: by sizes, or a loader's count and
+    seed, a server picks a single one."""
     for name, given in (("partition", config.partition is not None), ("data", bool(config.data))):
         if given and data.path is not None:
             yield f"by [{name}] it would not read the file that data set '{data.id}' has as its path"
@@ -217,8 +217,11 @@ def _records(config: Config, data: DataRule, policy: SitePolicy) -> Iterator[str
             yield (
                 f"by [{name}] it says which records are used as data set '{data.id}' (from_job: {_few(data.from_job)})"
             )
+    few = "sampled_records" in policy.disclosures
+    if config.data and not few:
+        yield "by [data] a loader may leave out all records but a few (disclosures: 'sampled_records' is not listed)"
     sizes = config.partition.sizes if config.partition is not None else None
-    if sizes and 2 * len(sizes) * min(sizes) < sum(sizes) and "sampled_records" not in policy.disclosures:
+    if sizes and 2 * len(sizes) * min(sizes) < sum(sizes) and not few:
         yield (
             f"its partition.sizes give a silo {min(sizes)} records, less than half of what each had by count = "
             f"{len(sizes)}: totals over few records (disclosures: 'sampled_records' is not listed)"
