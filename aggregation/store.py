@@ -213,11 +213,14 @@ class Sealer:
         return nonce + self._cipher.encrypt(nonce, value, name.encode())
 
     def open(self, name: str, sealed: bytes) -> bytes:
-        """Raises InputError where the value was sealed with another key, under another name, or altered."""
+        """Raises InputError where the value was sealed with another key, under another name, by another version, or
+        altered."""
         try:
             return self._cipher.decrypt(sealed[:_NONCE], sealed[_NONCE:], name.encode())
         except (InvalidTag, ValueError):
-            raise InputError(f"'{name}' was not sealed by this party for this place, or was altered") from None
+            raise InputError(
+                f"'{name}' was not sealed by this party and version for this place, or was altered"
+            ) from None
 
 
 class SealedStore:

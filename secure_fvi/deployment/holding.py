@@ -48,9 +48,10 @@ def open_store(path: Path, power_safe: bool = False) -> SqliteStore:
 
 
 def open_held(path: Path, secret: bytes, power_safe: bool = False) -> HeldStore:
-    """Such a store in the file `path`, its values sealed with the site's `secret` (32 bytes) for this file's name."""
+    """Such a store in the file `path`, its values sealed with the site's `secret` (32 bytes) for this file of this
+    folder: a job's, whose files other jobs' have the names of."""
     inner = open_store(path, power_safe)
-    return HeldStore(SealedStore(inner, secret, path.name.encode()), inner.close)
+    return HeldStore(SealedStore(inner, secret, f"{path.parent.name}/{path.name}".encode()), inner.close)
 
 
 class HeldStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,24 @@ def test_a_partys_state_lies_sealed_on_the_disk(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="was not sealed"):
             moved.get("party/state")
         moved.close()
+
+
+@pytest.mark.parametrize("name", ["questions.signed", "matching.evaluated", "session.sqlite"])
+def test_a_job_reads_nothing_that_was_sealed_for_another(tmp_path: Path, name: str) -> None:
+    """Files of one name lie in every job's folder: the record of what was signed, put into another job's, is no record
+    of that job. The control is the file where it was."""
+    secret = os.urandom(32)
+    for job in ("a", "b"):
+        (tmp_path / job).mkdir()
+        store = open_held(tmp_path / job / name, secret)
+        store.put({"slot": job.encode()})
+        store.close()
+    for file in (tmp_path / "a").iterdir():
+        shutil.copy(file, tmp_path / "b" / file.name)
+    kept, moved = (open_held(tmp_path / job / name, secret) for job in ("a", "b"))
+    assert kept.get("slot") == b"a"
+    with pytest.raises(InputError, match="for this place"):
+        moved.get("slot")
 
 
 def test_the_passphrase_guards_the_key(tmp_path: Path) -> None:
