@@ -55,6 +55,16 @@ def exact_totals(privacy: DP | None) -> bool:
     return privacy is None or privacy.noise == "server"
 
 
+def check_device(privacy: DP | None, device: object) -> None:
+    """Raise InputError for record privacy on a GPU: that records do not move each other's numbers was tested on CPUs
+    alone, and the claim rests on it."""
+    if isinstance(privacy, RecordDP) and str(device).startswith("cuda"):
+        raise InputError(
+            "record privacy with device = 'cuda': that a record moves no other record's numbers there was not tested, "
+            "and a claim of epsilon rests on it; use the CPU"
+        )
+
+
 def _check_scale(name: str, value: float, least: float = _LEAST, most: float = _MOST) -> None:
     if not least <= value <= most:
         raise InputError(f"{name} must lie in [{least:g}, {most:g}], not {value}")

@@ -16,7 +16,7 @@ from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere, GraphDensity
 from secure_fvi.federated_model import Data, FederatedModel, Schema
-from secure_fvi.privacy.settings import DP
+from secure_fvi.privacy.settings import DP, check_device
 from secure_fvi.program_contract import check_program, watched
 from secure_fvi.randomness import derive_key
 
@@ -83,8 +83,9 @@ def derived_secret(seed: int, owner: bytes) -> bytes:
     return derive_key(seed.to_bytes(16, "big", signed=True), b"secret/" + owner)
 
 
-def check_common(seed: int, dtype: torch.dtype) -> None:
-    """Raise InputError for a seed or a type of numbers that no run takes."""
+def check_common(seed: int, dtype: torch.dtype, device: object, privacy: DP | None) -> None:
+    """Raise InputError for a seed or a type of numbers that no run takes, or a device that no run with this privacy."""
+    check_device(privacy, device)
     if dtype not in (torch.float32, torch.float64):
         raise InputError(f"dtype must be torch.float32 or torch.float64, not {dtype}")
     if type(seed) is not int or not -(2**63) <= seed < 2**63:

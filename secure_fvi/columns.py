@@ -129,7 +129,7 @@ def column_parties(
     algorithm = algorithm.resolved(likelihood)
     disclosed = disclose(algorithm, aggregation, privacy, len(ordered))
     check_whole(aggregation)
-    check_common(seed, dtype)
+    check_common(seed, dtype, options["device"], privacy)
     where = device_named(options["device"])
     found = {n: columns_of(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}
     columns = {name: rows for name, (rows, _) in found.items()}

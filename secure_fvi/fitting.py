@@ -306,7 +306,7 @@ def _row_parties(
 ) -> Parties[LocalEngine]:  # fmt: skip
     names, ordered, noise_key, dtype = list(silos), tuple(sorted(silos)), of["noise_key"], of["dtype"]
     disclosed = disclose(algorithm, aggregation, privacy, len(ordered))
-    check_common(seed, dtype)
+    check_common(seed, dtype, of["device"], privacy)
     read = {name: read_data(data, name, dtype) for name, data in silos.items()}
     schema = check_schemas_agree({name: schema for name, (schema, _) in read.items()})
     machine = Machine(of["device"], dtype, of["compile"], work_of(list(silos.values()), algorithm, privacy))

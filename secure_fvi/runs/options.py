@@ -111,7 +111,10 @@ def build(cls: type[Any], table: Mapping[str, Any], where: str) -> Any:
 
 
 def chosen(config: Config) -> tuple[Any, Any, DP | None]:
-    """Algorithm, secure sum and privacy as `config` sets them. Raises InputError, naming the key."""
+    """Algorithm, secure sum and privacy as `config` sets them. Raises InputError, naming the key, and where privacy is
+    not claimed on the device that it names."""
+    from secure_fvi.privacy.settings import check_device
+
     algorithm = build(named(ALGORITHMS, "algorithm.name", config.algorithm.name), config.algorithm.options, "algorithm")
     kind = named(AGGREGATIONS, "aggregation.kind", config.aggregation.kind)
     aggregation = build(kind, config.aggregation.options, "aggregation")
@@ -119,6 +122,7 @@ def chosen(config: Config) -> tuple[Any, Any, DP | None]:
     if config.privacy is not None:
         cls = named(PRIVACIES, "privacy.unit", config.privacy.unit)
         privacy = build(cls, config.privacy.options, "privacy")
+    check_device(privacy, config.run.device)
     return algorithm, aggregation, privacy
 
 

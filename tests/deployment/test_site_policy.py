@@ -537,8 +537,8 @@ def test_a_mistake_in_the_policy_is_named(site: Site, changes: dict[str, Any], s
 
 def test_losses_and_differences_are_none_where_the_file_is_silent(site: Site) -> None:
     silent, stated = site.policy(), site.policy(max_missing=2, max_differences=5)
-    assert (silent.max_missing(private=False), silent.max_missing(private=True), silent.max_differences) == (0, None, 0)
-    assert (stated.max_missing(private=False), stated.max_missing(private=True), stated.max_differences) == (2, 2, 5)
+    assert (silent.max_missing(exact=True), silent.max_missing(exact=False), silent.max_differences) == (0, None, 0)
+    assert (stated.max_missing(exact=True), stated.max_missing(exact=False), stated.max_differences) == (2, 2, 5)
     for change in ({"max_missing": -1}, {"max_differences": -1}, {"max_missing": "all"}):
         with pytest.raises(InputError, match=next(iter(change))):
             site.policy(**change)

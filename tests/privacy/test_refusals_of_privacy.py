@@ -12,9 +12,11 @@ import pytest
 import torch
 from ledger_world import Clock, gaussian_job, new_ledger
 
+import secure_fvi as sf
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
+from secure_fvi.algorithms.vertical.likelihoods import Bernoulli
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.privacy import accounting
 from secure_fvi.privacy.accounting import smallest_budget, solve_noise
@@ -289,3 +291,24 @@ def test_what_the_gate_does_not_let_out(case: str) -> None:
     make, what = GATES[case]
     with pytest.raises((AggregationError, ProtocolError), match=what):
         make()
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+def test_no_run_protects_records_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether one moves the others' numbers there was not tested. The controls, silo privacy and none, get as far as
+    looking for the device."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    x, y = torch.ones(4, 1), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    silo = SiloDP(epsilon=1.0)
+
+    def run(privacy: Any) -> None:
+        if kind == "columns":
+            sf.fit(sf.Columns(Bernoulli(), y), [{"x": x}] * 2, sf.Vertical(), privacy=privacy, device="cuda")
+        else:
+            sf.fit(lambda x, y: None, [{"x": x, "y": y}] * 2, sf.SFVI(), privacy=privacy, device="cuda:0")
+
+    with pytest.raises(InputError, match=r"record privacy with device = 'cuda'.*use the CPU"):
+        run(RecordDP(epsilon=1.0))
+    for other in (None, silo) if kind == "rows" else (None,):
+        with pytest.raises(InputError, match="PyTorch finds 0 CUDA devices"):
+            run(other)
