@@ -204,8 +204,8 @@ def _alignment_lines(job: Config) -> list[str]:
         f"{by}, matched in private before the first round (docs/vertical-alignment.md)",
         "  the server learns how many people each party holds, and how many all or some of them hold; a silo learns "
         "which of its own people all hold",
-        "  each other party tests as many identifiers against this site's as it committed to before (largest), once a "
-        "job (matchings)",
+        "  each other party, the server too, tests as many identifiers against this site's as it committed to before: "
+        f"all together at most {len(job.silo)} times 'largest' in each of 'matchings' jobs",
         "a policy allows this by 'alignment' of its data set",
     ]
 

@@ -94,7 +94,7 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # unit = "record"
 # predictor = "dose.py:effect"      # of a vertical job: this silo's own program, for which sandbox has to be "off"
 # alignment = { column = "person" } # of a vertical job: as its [alignment], which says what identifies people
-# largest = 1048576                 # identifiers that another party may test against this site's, in one job
+# largest = 1048576                 # identifiers that each other party may test against this site's, in one job
 # matchings = 10                    # jobs for which the data set is matched
 # from_job = []   # without a path: "partition", "data" where a job may say which of a program's records are this site's
 """
@@ -186,8 +186,8 @@ class DataRule(Table):
     dictionary, query, tables, columns, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort:
     whether other rows than those of the first job, or than those of a digest, are refused, or said in the site's log.
     alignment: by which columns, and how, the people of a vertical job are found; the job has to say the same. largest:
-    places that another party's list may have then, and so identifiers that it may test against this one's; matchings:
-    jobs for which the data set is matched, each another chance.
+    places that each other party's list may have then, and so identifiers that it may test against this one's, of n
+    parties (n - 1) times as many; matchings: jobs for which the data set is matched, each another chance.
     epsilon, delta, unit: its budget over all jobs. from_job: the tables of a job, and so of its server, that may say
     which of a program's records are the site's."""
 
