@@ -344,9 +344,14 @@ class Writer(Generic[C]):
             receipt = check_receipt(data, keys, chain.kind)
             if receipt.public_key != chain.public_key:
                 raise ProtocolError(f"a receipt of witness '{receipt.witness}' is about another {chain.kind.name}")
-            if self._hash_at(receipt.length) != receipt.head:
-                self._rolled_back = True
-                self.check_usable()
+            self.check_holds(receipt.length, receipt.head)
+
+    def check_holds(self, length: int, head: bytes) -> None:
+        """Raise ProtocolError and refuse all further writes unless row `length` of this chain has the hash `head`."""
+        self.catch_up()
+        if self._hash_at(length) != head:
+            self._rolled_back = True
+            self.check_usable()
 
     def check_usable(self) -> None:
         """Raises ProtocolError once somebody has seen rows that this file does not hold."""
@@ -384,6 +389,10 @@ class Book(Generic[C]):
     def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
         """Refuse all writes if a receipt shows rows that this chain does not have: `Writer.check_receipts`."""
         self._writer.check_receipts(receipts, witness_keys)
+
+    def check_holds(self, length: int, head: bytes) -> None:
+        """Refuse all writes unless row `length` has the hash `head`: `Writer.check_holds`."""
+        self._writer.check_holds(length, head)
 
     def close(self) -> None:
         """Let go of the file; what was written stays."""

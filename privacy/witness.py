@@ -145,7 +145,7 @@ class Witness:
 
     def length(self, public_key: bytes) -> int:
         """How many rows this witness has seen of the ledger of that key; 0 if it has not met it."""
-        return self._seen(public_key)[0]
+        return self.seen(public_key)[0]
 
     def receipt(self, public_key: bytes) -> bytes:
         """The newest receipt for the ledger of that key, by which its owner can check it; empty before any."""
@@ -167,7 +167,7 @@ class Witness:
         label = self._chain.label(_STATEMENT)
         if stated.public_key != public_key or not signed(public_key, label, _stated(stated), stated.signature):
             raise ProtocolError(f"a statement by {who} is not signed with the key that the roster names")
-        length, head = self._seen(public_key)
+        length, head = self.seen(public_key)
         if stated.length < length:
             raise ProtocolError(f"{who} was rolled back: it has {stated.length} rows, {length} were seen")
         given = self.receipt(public_key)
@@ -197,7 +197,12 @@ class Witness:
         self._store.put({slot: bytes(seen), f"{slot}/receipt": receipt, **named})
         return receipt
 
-    def _seen(self, public_key: bytes) -> tuple[int, bytes]:
+    def keep(self, public_key: bytes, length: int, head: bytes) -> None:
+        """Remember how far the ledger of that key is, which is this party's own: no receipt, `seen` alone."""
+        self._store.put({self._slot(public_key): msgpack.packb([length, head])})
+
+    def seen(self, public_key: bytes) -> tuple[int, bytes]:
+        """`length`, and the hash of that row."""
         stored = self._store.get(self._slot(public_key))
         if stored is None:
             return 0, NOTHING

@@ -12,16 +12,15 @@ The digest of the order, the number of people and the digest of a shared respons
 
 state/jobs/JOB/response            a shared response, sealed
                predictor           the digest of the silo's own program
-               matching            that matching has begun
                matching.evaluated  the silo's key, what it evaluated and for whom, sealed; gone when the job is over
-state/matchings.json               by data set: the jobs for which it was matched
+
+That a job was matched stands in the site's log, which the server countersigns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -74,6 +73,7 @@ from secure_fvi.deployment.session_messages import (
     pack_schema,
 )
 from secure_fvi.deployment.site_job import Cohort, SiteJob, _of_data, threads_of
+from secure_fvi.deployment.trail import MATCHED
 from secure_fvi.driving import Run
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
@@ -274,26 +274,17 @@ class ColumnsJob(SiteJob):
         return bool(self._order)
 
     def _begin_matching(self) -> None:
-        """Count the job among those that the data set is matched for, and make the silo's party, or go on with it. A
-        store that is gone is not begun anew: its key would be another, and what it had counted is lost."""
+        """Count the job in the site's log among those that the data set is matched for, and make the silo's party, or
+        go on with it. A store that is gone is not begun anew: its key would be another, and what it had counted is
+        lost."""
         home, offer, rule = self.home, self.decision.offer, self.decision.data
-        begun, store = self.folder / "matching", self.folder / _STORE
-        if begun.exists() and not store.exists():
+        store = self.folder / _STORE
+        if self.decision.matched and not store.exists():
             return
         assert rule is not None
-        path = home.state_folder / "matchings.json"
-        counted: dict[str, list[str]] = json.loads(path.read_bytes()) if path.exists() else {}
-        jobs = counted.setdefault(offer.data_set, [])
-        if offer.job not in jobs:
-            if len(jobs) >= rule.matchings:
-                raise PolicyError(
-                    f"job '{offer.job}' is outside this site's policy: data set '{offer.data_set}' was matched for "
-                    f"{len(jobs)} jobs (matchings = {rule.matchings}), each of which tests identifiers against it"
-                )
-            jobs.append(offer.job)
-            write_atomically(path, json.dumps(counted).encode())
         self._evaluated = open_held(store, home.state_secret(), power_safe=True)
-        write_atomically(begun, b"")
+        if not self.decision.matched:
+            self._tell(MATCHED, f"people of data set '{offer.data_set}'")
         roster, identity = self.decision.roster, home.identity_in(self.decision.roster)
         session = matching_roster(roster, offer)
         with _of_data(home.id):  # other identifiers than the store was begun with

@@ -8,7 +8,9 @@
                                                      <-   Receipt(for the server's log), which the server keeps
 
 So a record that was restored from a backup, cut or begun anew is found before the job goes on: by its owner, who
-refuses to write into it, and by the one who saw more of it. These messages are not in the paper trail; receipts are.
+refuses to write into it, and by the one who saw more of it. A site keeps how far its own records were beside what it
+saw of others' (`seen.sqlite`), so that one of these files that is old is found whatever the server shows. These
+messages are not in the paper trail; receipts are.
 """
 
 from __future__ import annotations
@@ -155,21 +157,34 @@ def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
                         ledger.add_receipt(signed.ledger, keys[0])
             return _CODEC.pack(Receipt(receipt))
         seen = _CODEC.unpack(message, Seen)
+        _check_kept(trail, witness)
         stated = trail.statement(_check_shown(trail, server, keys, seen.trails))
-        return _CODEC.pack(Stated(stated, _ledger(home, server, keys, seen.ledgers), _receipts(witness, keys)))
+        return _CODEC.pack(Stated(stated, _ledger(home, server, keys, seen.ledgers, store), _receipts(witness, keys)))
 
 
-def _ledger(home: Home, server: str, keys: tuple[bytes, ...], receipts: list[bytes]) -> bytes:
+def _ledger(home: Home, server: str, keys: tuple[bytes, ...], receipts: list[bytes], store: SqliteStore) -> bytes:
     """The statement of the site's ledger; empty where there never was one."""
+    witness = Witness(home.id, home.identity(), store, LEDGER)
     if not home.ledger_file.exists():
         own = records_keys(home, home.roster(now()), home.id)
         with _of(server):
             seen = [check_receipt(r, frozenset(keys)) for r in receipts]
         if any(receipt.public_key in own for receipt in seen):
             raise ProtocolError(f"the ledger of '{home.id}' is gone: the server has seen one; restore its newest copy")
+        if any(map(witness.length, own)):
+            raise ProtocolError(f"the ledger of '{home.id}' is gone: this site had one; restore its newest copy")
         return b""
     with closing(open_ledger(home)) as ledger:
+        _check_kept(ledger, witness)
         return ledger.statement(_check_shown(ledger, server, keys, receipts))
+
+
+def _check_kept(record: Trail | Ledger, own: Witness) -> None:
+    """Raises ProtocolError where this site, its `own` witness, knows of rows that its record lacks; keeps how far it
+    is now. A server can hide what it saw; this no server is asked for."""
+    chain = record.chain
+    record.check_holds(*own.seen(chain.public_key))
+    own.keep(chain.public_key, chain.length, chain.head)
 
 
 def _check_shown(record: Trail | Ledger, peer: str, witness_keys: tuple[bytes, ...], receipts: list[bytes]) -> int:

@@ -16,7 +16,7 @@ from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
-from secure_fvi.deployment.trail import JobEntry, Trail
+from secure_fvi.deployment.trail import MATCHED, JobEntry, Trail
 from secure_fvi.dictionary import read_dictionary
 from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError, SessionLost
 from secure_fvi.privacy.ledger_account import read_ledger
@@ -49,6 +49,7 @@ class Decision(NamedTuple):
     roster: ConsortiumRoster
     policy: SitePolicy
     data: DataRule | None  # None at a key holder
+    matched: bool = False  # whether people were matched for the job before, as the site's log has it
 
     def local_config(self, site: str) -> Config:
         """The job's configuration with this site's own model, data and predictor in place of `AT_SITE`."""
@@ -130,14 +131,16 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         data = check(offer, policy, home.role, roster, home.id)
         if home.role == "silo":
             _check_answered(offer, trail, policy)
+            _check_matched(offer, trail, data)
             _check_ledger(home, offer, trail)
     except Exception as error:
         trail.job(job_entry(offer, policy.hash, accepted=False, reason=_reason(error)))
         raise
     if not met and (before is None or not (before.accepted or before.exchanges)):
         raise SessionLost(f"job '{offer.job}' is new to '{home.id}', and its records were not countersigned first")
+    matched = before is not None and MATCHED in before.omissions
     if trail.full:  # it goes on, by a row that is there
-        return Decision(offer, roster, policy, data)
+        return Decision(offer, roster, policy, data, matched)
     trail.job(job_entry(offer, policy.hash, accepted=True))
     if home.role == "silo":
         trail.note(
@@ -147,7 +150,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         )
         if offer.config.model.function is not None and policy.sandbox == "off":
             trail.note(offer.job, UNFENCED, always=True)
-    return Decision(offer, roster, policy, data)
+    return Decision(offer, roster, policy, data, matched)
 
 
 def _reason(error: Exception) -> str:
@@ -170,11 +173,32 @@ def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:
         )
 
 
+def _check_matched(offer: JobOffer, trail: Trail, data: DataRule | None) -> None:
+    """Raises PolicyError where a data set was matched for as many jobs as it may be: each tests identifiers."""
+    if offer.config.alignment is None or offer.config.alignment.how != "matching" or data is None:
+        return
+    jobs = {n for n, r in trail.chain.jobs.items() if r.fields["data_set"] == offer.data_set and MATCHED in r.omissions}
+    if offer.job not in jobs and len(jobs) >= data.matchings:
+        raise PolicyError(
+            f"job '{offer.job}' is outside this site's policy: data set '{offer.data_set}' was matched for "
+            f"{len(jobs)} jobs (matchings = {data.matchings}), each of which tests identifiers against it"
+        )
+
+
 def _check_ledger(home: Home, offer: JobOffer, trail: Trail) -> None:
     """Raises PolicyError for a job without differential privacy on a data set with a budget in the ledger: that of its
     first private job, where the policy states none. Raises ProtocolError for a private job where the ledger lacks one
-    that the log has answers of: it is an old copy, whatever a server shows of what it has seen."""
+    that the log has answers of, and for any where the log lacks one that the ledger was charged for: one of them is an
+    old copy, whatever a server shows of what it has seen. A job that was let in and never answered has released
+    nothing, so that the ledger need not know it: it is charged when it goes on."""
     chain = read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
+    known = {} if chain is None else chain.jobs
+    same = chain is not None and chain.public_key == trail.chain.public_key  # a log may begin anew, under a later key
+    if same and (missing := [name for name in known if name not in trail.chain.jobs]):
+        raise ProtocolError(
+            f"the log of '{home.id}' is older than its ledger: it lacks job '{missing[0]}', which was charged; a copy "
+            "was restored, put the newest one back"
+        )
     budget = None if chain is None else chain.budget(offer.data_set)
     if offer.config.privacy is None:
         if budget is not None:
@@ -184,7 +208,6 @@ def _check_ledger(home: Home, offer: JobOffer, trail: Trail) -> None:
                 "keep to"
             )
         return
-    known = set() if chain is None else set(chain.jobs)
     answered = [n for n, r in trail.chain.jobs.items() if r.broadcasts and r.fields["epsilon"] is not None]
     if lacking := [name for name in answered if name not in known]:
         raise ProtocolError(

@@ -140,6 +140,8 @@ def job_folder(home: Home, job: str) -> Path:
 class SiteJob:
     """A job that this site has accepted. Holds the silo's data while the process lives."""
 
+    _most_rounds = 0  # until terms are agreed on: `stand` is asked at any time
+
     def __init__(self, home: Home, decision: Decision, local: Local, tell: Callable[[str, str], None]) -> None:
         """Reads the data, agrees on terms and opens the ledger. Raises InputError (of all that follows from the data
         DataError), PolicyError and BudgetError. `tell`

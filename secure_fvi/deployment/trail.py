@@ -121,7 +121,8 @@ class Trail(Book["TrailChain"]):
 
     def omission(self, job: str, kind: str, what: str) -> None:
         """What a server did not use or get: this silo's answer ("left out"), silos of a cohort ("difference"), an
-        answer ("refused"), a question that the data could not answer ("unanswerable")."""
+        answer ("refused"), a question that the data could not answer ("unanswerable"). And that a silo's people were
+        matched for the job ("matched"), which its policy counts."""
         self._writer.chain.check_known(job)
         self._durable(OMISSION, {"job": job, "kind": kind, "what": what})
 
@@ -222,6 +223,8 @@ ROSTER, POLICY, JOB, EXCHANGE, NOTE, CLOSE = "roster", "policy", "job", "exchang
 BROADCAST = "broadcast"
 #: What a server left out of a sum. A version that does not know such rows says so, and reads no log with them.
 OMISSION = "omission"
+#: Of such a row: people were matched for the job.
+MATCHED = "matched"
 DAY = 86_400_000_000  # microseconds
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save
 
 from secure_fvi import wire
 from secure_fvi.alignment import MatchingSilo
+from secure_fvi.cli.policy import _alignment_lines
 from secure_fvi.deployment import holding, serving
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
@@ -118,11 +120,11 @@ def owned(job: Job, world: World) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def nothing_left(world: World, *matching: str) -> None:
+def nothing_left(world: World) -> None:
     """No silo kept a secret of the job, nor the response."""
     for silo in SILOS:
         (folder,) = (world.homes[silo].state_folder / "jobs").iterdir()
-        kept = ["cohort", "ended", *matching, "offer", "predictor", "session", "sessions"]
+        kept = ["cohort", "ended", "offer", "predictor", "session", "sessions"]
         assert sorted(p.name for p in folder.iterdir()) == kept
 
 
@@ -183,7 +185,7 @@ def test_people_are_matched_within_the_job(world: World, tmp_path: Path, matched
     assert {len(rows) for rows in matched.values()} == {PEOPLE - 4}
     assert remote == aligned(job, matched)
     owned(job, world)
-    nothing_left(world, "matching")
+    nothing_left(world)
     assert not list((tmp_path / "remote" / "checkpoint").glob("matching*"))
     for silo in SILOS:
         found = compare(world.homes[silo].log_file, world.homes["hub"].log_file)
@@ -240,14 +242,26 @@ def test_a_silo_without_its_record_of_evaluations_matches_no_more(
 
 
 def test_how_often_and_against_how_long_a_list_a_site_is_matched(world: World, tmp_path: Path) -> None:
-    """Refusals by what the policy counts; the control is every other test here."""
+    """Refusals by what the policy counts, which a state folder that was put back, or is gone, makes no smaller; the
+    control is every other test here."""
     job = ColumnsJob(world, tmp_path, alignment=MATCHED)
-    job.allow("north", {"matchings": 0})
-    with pytest.raises(ProtocolError, match=r"data set 'data' was matched for 0 jobs \(matchings = 0\), each of which"):
-        job.run("first")
     job.allow("north", {"largest": PEOPLE + 63})
     with pytest.raises(ProtocolError, match=f"a list of {PEOPLE + 64} places .* silo 'north' allows {PEOPLE + 63}"):
+        job.run("first")
+    shutil.rmtree(world.homes["north"].state_folder)
+    job.allow("north", {"matchings": 1})
+    with pytest.raises(ProtocolError, match=r"data set 'data' was matched for 1 jobs \(matchings = 1\), each of which"):
         job.run("second")
+
+
+def test_explain_says_how_many_identifiers_all_others_test(world: World, tmp_path: Path) -> None:
+    """`largest` bounds each list. The control: files in one order, where nobody's list is tested against another."""
+    found, other = (
+        "\n".join(_alignment_lines(ColumnsJob(world, tmp_path, allow=False, alignment=how).config))
+        for how in (MATCHED, SORTED)
+    )
+    assert f"all together at most {len(SILOS)} times 'largest'" in found  # the other silos' lists, and the server's
+    assert "largest" not in other
 
 
 def _spoil(job: ColumnsJob, site: str, cell: str) -> None:
@@ -262,7 +276,7 @@ def test_a_cell_that_is_no_number_is_one_persons_alone(world: World, tmp_path: P
     """Whether a site joins would tell of that person, without noise. The control is a job without privacy, which the
     site does not join."""
     privacy = {"unit": "record", "epsilon": 1.0, "delta": 1e-5, "clipping_norm": 1.0, "data_set": "data"}
-    more = {"privacy": privacy} if private else {}
+    more: dict[str, Any] = {"privacy": privacy} if private else {}
     job = ColumnsJob(world, tmp_path, alignment=MATCHED, algorithm={**VERTICAL, "response": "shared"}, **more)
     hub, home = world.homes["hub"], world.homes["east"]
     _spoil(job, "east", "none")

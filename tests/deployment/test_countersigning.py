@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -58,9 +58,9 @@ def spend(home: Home, epsilon: float) -> None:
         ledger.set_budget(Budget("cohort", epsilon, 1e-6, "record"))
 
 
-def restore(home: Home, backup: Path) -> None:
+def restore(home: Home, backup: Path, *names: str) -> None:
     """Put back the files of `backup`, as an administrator would: those that were made since are gone."""
-    for name in ("audit-log.sqlite", "ledger.sqlite"):
+    for name in names or ("audit-log.sqlite", "ledger.sqlite"):
         for path in home.path.glob(f"{name}*"):
             path.unlink()
         for path in backup.glob(f"{name}*"):
@@ -113,6 +113,44 @@ def test_a_silo_that_hides_its_backup_is_refused_by_the_server(
     restore(met.homes["north"], tmp_path / "old" / "north")
     with pytest.raises(ProtocolError, match=r"of silo 'north'.*(rolled back|must say how)"):
         meet(met)
+
+
+LOG, BUDGETS, SEEN = "audit-log.sqlite", "ledger.sqlite", "seen.sqlite"
+LABELS = {LOG: TRAIL.name, BUDGETS: LEDGER.name}
+
+
+@pytest.mark.parametrize("old", [(LOG,), (BUDGETS,), (LOG, BUDGETS), (LOG, BUDGETS, SEEN)], ids="+".join)
+def test_a_backup_that_the_server_covers_up_is_refused_by_the_silo(
+    met: World, tmp_path: Path, old: tuple[str, ...]
+) -> None:
+    """The server shows what it had seen when the copy was made. The control is a whole folder that is old, of which a
+    site cannot know: see the page."""
+    north, hub = met.homes["north"], met.homes["hub"]
+    for home in (north, hub):
+        shutil.copytree(home.path, tmp_path / "then" / home.id)
+    write(north, "later")
+    spend(north, 3.0)
+    meet(met)
+    restore(north, tmp_path / "then" / "north", *old)
+    slots = [f"{LABELS[name]}/{north.identity().public_key.hex()}" for name in old if name in LABELS]
+    with closing(SqliteStore(tmp_path / "then" / "hub" / SEEN)) as then, closing(SqliteStore(hub.seen_file)) as seen:
+        seen.put({s: then.get(s) or b"" for slot in slots for s in (slot, f"{slot}/receipt")})
+    what = "audit-log" if LOG in old else "ledger"
+    whole = SEEN in old
+    with nullcontext() if whole else pytest.raises(ProtocolError, match=f"the {what} of silo 'north' was rolled back"):
+        meet(met)
+
+
+def test_a_ledger_that_is_gone_is_missed_where_the_server_hides_that_it_saw_one(met: World) -> None:
+    """The control: a site that had none."""
+    north = met.homes["north"]
+    north.ledger_file.unlink()
+    with closing(SqliteStore(north.seen_file)) as store:
+        keys = countersigning.records_keys(north, north.roster(NOW), "hub")
+        with pytest.raises(ProtocolError, match="the ledger of 'north' is gone: this site had one"):
+            countersigning._ledger(north, "hub", keys, [], store)
+        store.drop([f"ledger/{north.identity().public_key.hex()}"])
+        assert countersigning._ledger(north, "hub", keys, [], store) == b""
 
 
 def test_a_ledger_that_is_gone_is_missed(met: World) -> None:

@@ -23,10 +23,11 @@ from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import SitePolicy, read_policy, write_template
 from secure_fvi.deployment.policy_check import check, check_terms, unjudged
-from secure_fvi.deployment.trail import Exchange
+from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
-from secure_fvi.privacy.ledger_terms import Budget
+from secure_fvi.privacy.events import Gaussian
+from secure_fvi.privacy.ledger_terms import Budget, Job, Term
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.runs import wording
@@ -220,6 +221,34 @@ def test_a_ledger_that_lacks_what_was_answered_is_an_old_copy(
         old = step == "broadcast" and epsilon is not None
         with pytest.raises(ProtocolError, match="it lacks job 'before'") if old else nullcontext():
             decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
+
+
+@pytest.mark.parametrize("log", ["lacks it", "has it", "was begun anew"])
+def test_a_log_that_lacks_what_was_charged_is_an_old_copy(site: Site, world: World, log: str) -> None:
+    """With it the counts of `max_unanswered` and `matchings` are old. The controls: a log that has the job, and one
+    that was begun anew, under the key that followed."""
+    home, hub = world.homes["north"], world.homes["hub"].identity()
+    site.policy()
+    charged = Job("before", "cohort", "record", 1e-7, (Term("round", Gaussian(50.0), 1),))
+    with closing(open_ledger(home)) as ledger:
+        ledger.open_job(charged, default_budget=Budget("cohort", 3.0, 1e-6))
+    signer = home.identity() if log != "was begun anew" else Identity()
+    with closing(Trail.open(home.log_file, "north", signer, create=True)) as trail:
+        if log == "has it":
+            trail.job(dataclasses.replace(job_entry(site.offer(), bytes(32), accepted=True), job="before"))
+        old = log == "lacks it"
+        with pytest.raises(ProtocolError, match="it lacks job 'before', which was charged") if old else nullcontext():
+            decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
+
+
+def test_record_privacy_is_refused_on_a_gpu(site: Site) -> None:
+    """Whether a record moves others' numbers there was not tested. The controls: the CPU, and no privacy."""
+    cuda = {"device": "cuda"}
+    site.refused(site.offer(config(run=cuda)), "record privacy with device = 'cuda'", "use the CPU")
+    check(site.offer(config(run={"device": "cpu"})), site.policy())
+    plain = site.offer(config(run=cuda, privacy=None, algorithm={"name": "sfvi", "iterations": 100}), data_set="cohort")
+    models = [{"hash": plain.model.hex(), "function": "model.py:mean"}]
+    check(plain, site.policy(model=models, privacy={**site.table["privacy"], "dp": "optional"}))
 
 
 def test_a_job_must_state_its_epsilon(site: Site) -> None:
