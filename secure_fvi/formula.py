@@ -54,6 +54,22 @@ _REFUSED = {
     "lag": "it depends on other rows",
     "hashed": "it has no level by name",
 }
+#: How a factor is coded here, and what stands in place of functions and codings of R, brms and patsy, in small letters.
+_CODING = (
+    "a coding is C(x, contr.treatment('b')) with the level to compare with, C(x, contr.sum), or contr.helmert, "
+    "contr.diff, contr.poly or contr.SAS likewise"
+)
+_INSTEAD = {
+    **dict.fromkeys(("treatment", "sum", "helmert", "diff", "poly", "sas", "relevel", "contrasts"), _CODING),
+    **dict.fromkeys(("factor", "as.factor", "ordered", "mo"), "write C(x), with levels from the dictionary"),
+    **dict.fromkeys(
+        ("s", "ns", "rcs", "te", "ti", "t2", "gp", "smooth"), "a smooth curve is bs(x, df=4) or poly(x, 2)"
+    ),
+    **dict.fromkeys(("pow", "square"), "a power is I(x**2)"),
+    "ln": "write log(x)",
+    "interaction": "write a:b",
+    "q": "a name that is no word stands in quotes of the other kind, `a b`",
+}
 
 
 # ---- text ----
@@ -352,6 +368,16 @@ _OTHER_NAMES = {"normal": "gaussian", "logistic": "bernoulli", "negative_binomia
                 "nbinom": "negbinomial", "student_t": "student", "cumulative": "ordinal"}  # fmt: skip
 
 
+#: What comes near a family that is not there.
+_NO_FAMILY = {
+    **dict.fromkeys(("multinomial", "categorical"), "levels that are in order are family ordinal"),
+    **dict.fromkeys(("gamma", "lognormal"), "of a logarithm that the query works out there is gaussian"),
+    **dict.fromkeys(
+        ("quasipoisson", "zip", "zero_inflated_poisson"), "counts with a spread of their own are negbinomial"
+    ),
+}
+
+
 class Response(NamedTuple):
     """The response as the fit has it: y = (column - centre) / scale, or codes from `low` on."""
 
@@ -370,12 +396,32 @@ def response_of(parsed: Parsed, family: str, dictionary: Dictionary) -> Response
     except InputError as error:
         sums = re.search(r"[^\w. ]", name) is not None
         cure = "a response is a column: work it out in the query" if sums else str(error)
+        if parts := re.fullmatch(r"(\w+)\s*/\s*(\w+)", name):
+            cure = f"of proportions write '{parts[1]} | trials({parts[2]})', family binomial"
         raise _error(parsed.text, _place(name, parsed.text.partition("~")[0]), f"the response: {cure},") from None
     needs = f"family {family} needs {of.needs}; the response '{name}' is"
+    single = family == "binomial" and (
+        column.kind == "boolean" or len(column.levels) == 2 or (column.low, column.high) == (0, 1)
+    )
+    if single and column.kind in FAMILIES["bernoulli"].kinds and "trials" not in parsed.additions:
+        raise InputError(f"{needs} one of two values in each row: that is family bernoulli")
     if column.kind not in of.kinds:
-        raise InputError(f"{needs} of kind {column.kind}")
-    if (family == "binomial") != ("trials" in parsed.additions):
-        raise InputError(f"trials(...) go with family binomial: write '{name} | trials(n) ~ ...', and family binomial")
+        cure = ""
+        if column.kind == "number" and "integer" in of.kinds:
+            cure = ": where all of them are whole, kind = 'integer' says so in the dictionary"
+            if family == "binomial":
+                cure += (
+                    "; of proportions p of n trials the query has the successes, SELECT *, round(p * n) AS successes "
+                    "FROM data"
+                )
+        raise InputError(f"{needs} of kind {column.kind}{cure}")
+    if family == "binomial" and "trials" not in parsed.additions:
+        raise InputError(
+            f"family binomial needs to know out of how many: write '{name} | trials(n) ~ ...', where n is the column "
+            "that says so in each row"
+        )
+    if family != "binomial" and "trials" in parsed.additions:
+        raise InputError(f"trials(...) go with family binomial, and this is family {family}: leave one of them out")
     if family in ("gaussian", "student"):
         centre, scale = standard(name, column)
         return Response(name, centre, scale)
@@ -403,8 +449,10 @@ def family_named(name: Any) -> str:
     """Its own name. Raises InputError for what is none."""
     family = _OTHER_NAMES.get(str(name), str(name))
     if family not in FAMILIES:
+        cure = _NO_FAMILY.get(family.lower(), nearest(family, FAMILIES).removeprefix("; "))
         raise InputError(
-            f"family '{family}' is not there{nearest(family, FAMILIES)} (there are: {', '.join(FAMILIES)})"
+            f"family '{family}' is not there{cure and f'; {cure}'} (there are: {', '.join(FAMILIES)}; any other is a "
+            "program of Pyro's)"
         )
     return family
 
@@ -651,7 +699,11 @@ class Expression:
         self.calls = {f.id for f in calls if isinstance(f, ast.Name)}
         kinds = {dictionary[name].kind for name in self.columns}
         if self.calls & {*_STATEFUL, "C"} or kinds & {"category", "id"} or not self.columns:
-            raise _error(formula, _place(text, formula), f"'{text}' must be one number a row, of numeric columns,")
+            cure = ""
+            if not self.columns:
+                cure = f"; the same for all rows it is one of the query's, SELECT *, {text} AS n FROM data"
+            said = f"'{text}' must be one number a row, of numeric columns{cure},"
+            raise _error(formula, _place(text, formula), said)
         self._formula = _again(terms, {})
 
     def __call__(self, frame: Frame, rows: int) -> Floats:
@@ -832,6 +884,8 @@ def _marked(error: Exception, text: str, formula: str) -> InputError:
         token = shown[begin + 1 : shown.index("⧚")]
         before = formula.find(text)
         at = begin + before if before >= 0 else formula.find(token, formula.find("~") + 1)
+    if found := re.search(r"(?<![\w.])as\.\w+(?=\s*\()", formula):  # where Python has a word of its own
+        at, why = found.start(), f"there is no function '{found[0]}': {_INSTEAD['factor']}"
     return _error(formula, max(at, 0), f"{why or 'it does not parse'},")
 
 
@@ -898,7 +952,9 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
         if not isinstance(node, _NODES):
             raise _error(formula, at, f"'{factor.expr}' is more than functions and arithmetic of columns")
         if isinstance(node, ast.Attribute) and not (_is_contrast(node) and id(node) in coding):
-            raise _error(formula, at, f"'{factor.expr}': no attribute but contr.treatment and its like is read")
+            function = node.attr in (*_STATEFUL, *_ROWWISE)
+            cure = f"write {node.attr}() by itself" if function else _CODING
+            raise _error(formula, at, f"'{factor.expr}': no attribute is read, such as '.{node.attr}': {cure},")
         if isinstance(node, ast.Call) and not isinstance(node.func, ast.Name | ast.Attribute):
             raise _error(formula, at, f"'{factor.expr}': what is called is no function of the list")
         if (
@@ -994,7 +1050,8 @@ def _check_call(node: ast.Call, name: str, dictionary: Dictionary, formula: str,
         raise _error(formula, at, f"{name}() is refused: {_REFUSED[name]},")
     if name not in (*_STATEFUL, *_ROWWISE):
         known = ", ".join(sorted((*_STATEFUL, *_ROWWISE)))
-        raise _error(formula, at, f"there is no function '{name}' (there are: {known})")
+        instead = f"there are {known}; any other is worked out as a column in the query"
+        raise _error(formula, at, f"there is no function '{name}': {_INSTEAD.get(name.lower(), instead)},")
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and inner.id in dictionary.columns:
             kind = dictionary.columns[inner.id].kind
@@ -1047,12 +1104,16 @@ def _check_options(
     given: dict[str, Any] = dict(zip(known, args, strict=False))
     for keyword in keywords:
         if keyword.arg not in known or keyword.arg in given:
+            if name == "C" and keyword.arg not in known:
+                said = f"C(): '{keyword.arg}' is no option (there are: {', '.join(known)}); {_CODING},"
+                raise _error(formula, at, said)
             said = f"{called}(): '{keyword.arg}' is no option, or stands twice{nearest(keyword.arg, known)}"
             raise _error(formula, at, f"{said} (there are: {', '.join(known) or 'none'}),")
         given[str(keyword.arg)] = keyword.value
     for option, value in given.items():
         if known[option] and not (_is_literal(value) or isinstance(value, ast.List | ast.Tuple)):
-            raise _error(formula, at, f"the options of {called}() are numbers, written out,")
+            words = "written out, texts in quotes" if "a level" in known.values() else "numbers, written out"
+            raise _error(formula, at, f"the options of {called}() are {words},")
         if known[option] and not _is_one(value, known[option]):
             raise _error(formula, at, f"{called}(): {option} is {known[option]},")
     least = int(name == "poly")
@@ -1092,7 +1153,7 @@ def _check_coding(node: ast.Call, dictionary: Dictionary, formula: str, at: int)
         or not node.args
         or any(isinstance(c, ast.Constant) and c.value is not None for c in contrasts)
     ):
-        raise _error(formula, at, "C() takes a column and its contrasts, as in C(x, contr.treatment('b')),")
+        raise _error(formula, at, f"C() takes a column and its coding; {_CODING},")
     _check_options(node.args[1:], node.keywords, "C", formula, at)
     names = {n.id for n in ast.walk(node.args[0]) if isinstance(n, ast.Name) and n.id in dictionary.columns}
     for contrast in contrasts:
@@ -1176,7 +1237,8 @@ def _known(name: str, dictionary: Dictionary, formula: str) -> None:
     try:
         dictionary[name]
     except InputError as error:
-        raise _error(formula, _place(name, formula), f"{error},") from None
+        cure = f"; {_CODING}" if _INSTEAD.get(name.lower()) is _CODING else ""
+        raise _error(formula, _place(name, formula), f"{error}{cure},") from None
 
 
 #: Names of functions, which no column of a formula may have.

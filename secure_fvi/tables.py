@@ -933,7 +933,7 @@ def _header(path: Path, spoilt: bool) -> tuple[list[str], str]:
         if not name or lower.count(name) > 1:
             raise DataError(
                 f"column names must differ, not in case alone, and not be empty; that of column {at} in the first line "
-                "is not so"
+                f"{'stands there twice' if name else 'is empty'}: give it a name of its own, or delete the column"
             )
     return names, mark
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,8 +21,13 @@ if TYPE_CHECKING:
 FILE = click.Path(path_type=Path)
 #: A column with so many different texts or fewer, which repeat, is drafted as a category.
 _MOST_LEVELS = 20
-#: Texts that other programs write for a value that is not there.
-_CODES = ("NA", "N/A", "NaN", "nan", "NULL", "null", ".", "-", "?")
+#: Texts that other programs write for a value that is not there, and a spreadsheet's errors, in small letters.
+_CODES = (
+    *("na", "n/a", "n.a.", "<na>", "nan", "nat", "null", ".", "-", "?"),
+    *("#n/a", "#div/0!", "#value!", "#ref!", "#name?", "#num!", "#null!"),
+)
+#: Words that people write for one: among numbers and dates nothing else can be meant, among levels it can.
+_WORDS = ("..", "--", "---", "missing", "n.d.", "nd", "nil", "none", "not available", "not done", "unknown")
 _query = click.option("--query", metavar="SQL", help="One SELECT over the table, which it calls data.")
 _tables = click.option(
     "--table", "tables", multiple=True, metavar="NAME=FILE", help="Another file of the query; may be repeated."
@@ -210,25 +216,44 @@ _YEAR = 365.0
 _AS_DATES, _AS_IDS = (19_000_101, 21_001_231), 10**8
 
 
-def _draft(table: Opened, name: str, cell: str) -> Column:
+#: How numbers, dates and times are written that no kind reads as such: a pattern of the whole text, which letters of
+#: any size match. A comma in a number is `decimal_comma`'s.
+_FORMS = {
+    "other_days": r"\d{1,2}[./-]\d{1,2}[./-]\d{2,4}|\d{4}[./]\d{1,2}[./]\d{1,2}"
+    r"|\d{1,2}[ ./-]?[a-z]{3,9}\.?[ ,./-]*\d{2,4}|[a-z]{3,9}\.? \d{1,2},? \d{4}",
+    "times": r"\d{4}-\d{2}-\d{2}[ t]\d{2}:\d{2}.*",
+    "clocks": r"\d{1,3}:\d{2}(:\d{2}([.,]\d+)?)?",
+    "halves": r"\d{1,2}(:\d{2}){0,2} ?[ap]\.?m\.?",
+    "points": r"[+-]?[1-9]\d{0,2}(\.\d{3})+(,\d+)?",
+    "blanks": r"[+-]?[1-9]\d{0,2}([ ’''\x{A0}\x{202F}]\d{3})+([.,]\d+)?",
+    "small": r"[+-]?([1-9]\d{0,2}|0)([.,]\d{1,2})?",
+    "signs": r"[$€£¥]\s?[+-]?\d+([.,]\d+)*|[+-]?\d+([.,]\d+)*\s?([%‰€£¥$]|[a-zµ°][^\d\s]{0,9})",
+    "limits": r"[<>≤≥]=?\s*\d+([.,]\d+)?",
+    "zeros": r"[+-]?0\d+(\.\d*)?",
+    "long": r"[+-]?\d{16,}",
+}
+
+
+def _draft(table: Opened, name: str, cell: str, codes: tuple[str, ...] = _CODES) -> Column:
     """A column as it seems. What the cells are is seen by DuckDB; levels, ends of ranges and codes for missing values
     alone come out."""
-    from secure_fvi.dictionary import NUMBER, Column
-    from secure_fvi.tables import decimal_comma, with_points
+    from secure_fvi.dictionary import DATE, Column
+    from secure_fvi.tables import decimal_comma
 
     text = f"trim(CAST({cell} AS VARCHAR))"
-    codes = ", ".join(f"'{code}'" for code in _CODES)
+    listed, words = (", ".join(f"'{code}'" for code in some) for some in (codes, _WORDS))
     parsed = f"TRY_CAST({text} AS DOUBLE)"
     number = f"CASE WHEN NOT contains({text}, '_') AND isfinite({parsed}) THEN {parsed} END"
-    is_day = rf"regexp_full_match({text}, '\d{{4}}-\d{{2}}-\d{{2}}( 00:00:00)?')"
-    day = f"CASE WHEN {is_day} THEN TRY_CAST({text} AS DATE) END"
-    other_day = r"regexp_full_match(t, '\d{1,2}[./-]\d{1,2}[./-]\d{2,4}|\d{4}[./]\d{1,2}[./]\d{1,2}')"
+    day = f"CASE WHEN regexp_full_match({text}, '{DATE}') THEN TRY_CAST(left({text}, 10) AS DATE) END"
     rows = f"""(SELECT t, n, d FROM (SELECT {text} AS t, {number} AS n, {day} AS d FROM {table.rows})
-                WHERE t <> '' AND t NOT IN ({codes}))"""
-    used = table.fetch(f"SELECT DISTINCT {text} AS t FROM {table.rows} WHERE {text} IN ({codes}) ORDER BY ALL")["t"]
+                WHERE t <> '' AND lower(t) NOT IN ({listed}))"""
+    used = table.fetch(f"SELECT DISTINCT {text} AS t FROM {table.rows} WHERE lower({text}) IN ({listed}) ORDER BY ALL")
     stray = _stray(table, rows)
-    missing = (*map(str, used), *(f"{code:g}" for code in stray))
+    missing = (*map(str, used["t"]), *(f"{code:g}" for code in stray))
     left = f"WHERE n IS NULL OR n NOT IN ({', '.join(map(repr, stray))})" if stray else ""
+    forms = ", ".join(
+        f"count(t) FILTER (regexp_full_match(lower(t), '{form}')) AS {kind}" for kind, form in _FORMS.items()
+    )
     about: dict[str, Any] = {
         name: values[0]
         for name, values in table.fetch(
@@ -237,23 +262,27 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
             min(n) AS low, max(n) AS high, quantile_cont(n, 0.25) AS lower, quantile_cont(n, 0.75) AS upper,
             CAST(min(d) - DATE '1970-01-01' AS DOUBLE) AS first, CAST(max(d) - DATE '1970-01-01' AS DOUBLE) AS last,
             quantile_cont(CAST(d - DATE '1970-01-01' AS DOUBLE), 0.25) AS early,
-            quantile_cont(CAST(d - DATE '1970-01-01' AS DOUBLE), 0.75) AS late,
-            count(t) FILTER ({other_day}) AS other_days,
-            count(t) FILTER (regexp_matches(t, '^[+-]?0\\d')) AS zeros,
-            count(n) FILTER (abs(n) >= 1e15) AS large,
-            count(t) FILTER (regexp_full_match(t, '[+-]?\\d{{16,}}')) AS long,
-            count(t) FILTER ({decimal_comma("t")}) AS commas,
-            count(t) FILTER (regexp_matches(t, '^\\d{{4}}-\\d{{2}}-\\d{{2}}[ T]\\d{{2}}:\\d{{2}}')) AS times,
+            quantile_cont(CAST(d - DATE '1970-01-01' AS DOUBLE), 0.75) AS late, {forms},
+            count(n) FILTER (abs(n) >= 1e15) AS large, count(t) FILTER ({decimal_comma("t")}) AS commas,
+            count(t) FILTER (lower(t) IN ({words})) AS words,
+            count(DISTINCT regexp_replace(t, '[0-9.,+-]', '', 'g')) AS signs_of,
             count(DISTINCT lower(t)) FILTER (lower(t) NOT IN ('true', 'false', '0', '1')) AS others
             FROM {rows} {left}"""
         ).items()
     }
-    review = f"{' and '.join(f'{c:g}' for c in stray)} taken for codes of a missing value" if stray else ""
     cells, different = int(about["cells"]), int(about["different"])
+    measured = max(about["numbers"], about["days"])
+    if about["words"] and measured and measured + about["words"] == cells:
+        column = _draft(table, name, cell, (*codes, *_WORDS))
+        return replace(
+            column, review=_both("words among numbers or dates taken for codes of a missing value", column.review)
+        )
+    review = f"{' and '.join(f'{c:g}' for c in stray)} taken for codes of a missing value" if stray else ""
     if not cells:
         return Column("id", missing=missing, review="empty in this table")
     if not about["others"] and different <= 2:
-        return Column("boolean", missing=missing, review=review)
+        alone = _ALONE if different == 1 else ""
+        return Column("boolean", missing=missing, review=_both(review, alone))
     if about["days"] == cells:
         first, last, early, late = (float(about[name]) for name in ("first", "last", "early", "late"))
         if far := _far(first, last, early, late, max(late - early, _YEAR)):
@@ -262,31 +291,84 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
         return Column("date", low=low, high=high, missing=missing)
     if about["numbers"] == cells and not about["zeros"]:
         return _number(about, missing, review)
-    zeros = (
-        _both(review, "numbers with a 0 in front, taken for text: of a number they are lost") if about["zeros"] else ""
-    )
-    if about["commas"] and about["commas"] + about["numbers"] == cells:
-        return Column("id", missing=missing, review=f"numbers with a comma: {with_points(name)}")
-    if about["other_days"] == cells:
-        return Column("id", missing=missing, review="dates in another form: write them as 2024-12-31 in a query")
-    if about["times"] == cells:
-        day = f"SELECT * REPLACE (left(CAST({_name(name)} AS VARCHAR), 10) AS {_name(name)}) FROM data"
-        guess = f"times of day, which no kind has: where the day is enough, take it by the query {day}"
-        return Column("id", missing=missing, unique=different == cells, review=guess)
+    zeros = "numbers with a 0 in front, taken for text: of a number they are lost" if about["zeros"] else ""
+    if form := _form(about, name):
+        return Column("id", missing=missing, review=_both(review, form))
+    review = _both(review, zeros)
     if different <= 3 or (different <= _MOST_LEVELS and 2 * different < cells):
         levels = table.fetch(f"SELECT DISTINCT {text} AS t FROM {table.rows} WHERE {text} <> '' ORDER BY ALL")["t"]
-        order = "levels are in the order of the alphabet: put them in theirs, the level to compare with first"
         found = tuple(str(v) for v in levels if str(v) not in missing)
-        stand_ins = [v for v in found if re.fullmatch(NUMBER, v) and float(v) in _SENTINELS]
-        words = any(not re.fullmatch(NUMBER, v) for v in found)
-        if stand_ins and words:
-            said = (
-                f"{' and '.join(stand_ins)} among words: codes of a missing value? Put such into missing, out of levels"
-            )
-            zeros = _both(zeros, said)
-        return Column("category", found, missing=missing, review=_both(zeros, order) if len(found) > 2 else zeros)
+        return Column("category", found, missing=missing, review=_both(review, _levels(found)))
     guess = "taken for an id: it may be text, or numbers with texts among them"
-    return Column("id", missing=missing, unique=different == cells, review=zeros or guess)
+    if 2 * about["numbers"] > cells:
+        guess += (
+            "; most cells are numbers: where the others stand for a value that is not there, list them in missing and "
+            "write kind = 'number'"
+        )
+    return Column("id", missing=missing, unique=different == cells, review=review or guess)
+
+
+_ALONE = "one value alone stands in this table: what else may be there, at any site?"
+
+
+def _form(about: Mapping[str, Any], name: str) -> str:
+    """What to do about numbers, dates or times that are written as no kind reads them; empty where they are none."""
+    from secure_fvi.tables import with_points
+
+    cells, numbers = about["cells"], about["numbers"]
+    if about["commas"] and about["commas"] + numbers == cells:
+        return f"numbers with a comma: {with_points(name)}"
+    for kind, mark, keep in (("points", "points", "0-9,+-"), ("blanks", "blanks or quotes", "0-9.,+-")):
+        if about[kind] and about[kind] + about["small"] == cells:
+            without = f"replace(regexp_replace({_name(name)}, '[^{keep}]', '', 'g'), ',', '.')"
+            return f"numbers with {mark} between thousands: take them out {_by_query(name, without)}"
+    if about["other_days"] == cells:
+        return "dates in another form: write them as 2024-12-31 in a query"
+    if about["times"] == cells:
+        first = f"left(CAST({_name(name)} AS VARCHAR), 10)"
+        day = _by_query(name, first)
+        return f"times of day, which no kind has: where the day is enough, as it is written, take it {day}"
+    if about["clocks"] == cells or about["halves"] == cells:
+        span = f"CAST({_name(name)} AS INTERVAL)"
+        if about["halves"]:
+            span = f"CAST(strptime({_name(name)}, '%I:%M %p') AS TIME)"
+        hours = _by_query(name, f"epoch({span}) / 3600")
+        return (
+            f"times of day or durations, which no kind has: as hours {hours}; of a clock 23:30 is far from 00:30 then"
+        )
+    if about["signs"] == cells and about["signs_of"] == 1:
+        bare = _by_query(name, f"regexp_replace({_name(name)}, '[^0-9.,+-]', '', 'g')")
+        return f"numbers with a sign or a unit about them: take it off {bare}; a comma has to become a point or go, too"
+    if about["limits"] and numbers and about["limits"] + numbers == cells:
+        return "numbers with < or > among them, as beyond what can be measured: say in a query what stands for these"
+    return ""
+
+
+def _by_query(name: str, what: str) -> str:
+    return f"by the query SELECT * REPLACE ({what} AS {_name(name)}) FROM data"
+
+
+def _levels(found: Sequence[str]) -> str:
+    """What to look at of the levels of a category, in the order of the alphabet."""
+    from secure_fvi.dictionary import NUMBER
+
+    said, small = "", [v.lower() for v in found]
+    stand_ins = [v for v in found if re.fullmatch(NUMBER, v) and float(v) in _SENTINELS]
+    stand_ins = stand_ins if any(not re.search(r"\d", v) for v in found) else []
+    if stand_ins or (words := [v for v in found if v.lower() in _WORDS]):
+        many = f"{' and '.join(stand_ins)} among words" if stand_ins else f"'{' and '.join(words)}' among levels"
+        said = f"{many}: codes of a missing value? Put such into missing, out of levels"
+    if len(set(small)) < len(found):
+        alike = " and ".join(f"'{v}'" for v in found if small.count(v.lower()) > 1)
+        said = _both(
+            said, f"{alike} differ in case alone, and are other levels: make them one by lower(...) in a query"
+        )
+    if len(found) == 1:
+        said = _both(said, _ALONE)
+    if len(found) > 2:
+        order = "levels are in the order of the alphabet: put them in theirs, the level to compare with first"
+        said = _both(said, order)
+    return said
 
 
 def _name(column: str) -> str:
@@ -328,6 +410,17 @@ def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Col
         review = _both(review, "two values: a boolean or a category with levels, or a number?")
     if whole and _AS_DATES[0] <= low <= high <= _AS_DATES[1]:
         review = _both(review, "dates without marks? Write them as 2024-12-31 in a query")
+    if whole and low == high:
+        review = _both(review, _ALONE)
+    if whole and low == 1 and 2 < about["kinds"] == high <= _MOST_LEVELS and 2 * high < about["cells"]:
+        guess = f"every number from 1 to {high:g} is there: a number, or codes of a category, which are its levels?"
+        review = _both(review, guess)
+    if not whole and about["points"] and about["points"] + about["small"] == about["cells"]:
+        guess = (
+            "three digits behind every point: numbers such as 1.234, or thousands, whose points are to be taken out in "
+            "a query?"
+        )
+        review = _both(review, guess)
     if whole and low in (0, 1) and _MOST_LEVELS < about["kinds"] == high - low + 1:
         guess = (
             f"every number from {low:g} to {high:g} is there: a number, or names of patients, which are kind = 'id'?"

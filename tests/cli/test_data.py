@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 import secure_fvi as sf
 from secure_fvi.cli import main
-from secure_fvi.dictionary import Column, read_dictionary
+from secure_fvi.dictionary import Column, Dictionary, read_dictionary
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.runs import wording
@@ -138,6 +140,61 @@ def test_ids_are_not_drafted_as_numbers_without_a_word(folder: Path, capsys: pyt
         assert said in drafted[name].review
     review(folder / "i.toml")
     read_coded(folder / "i.csv", read_dictionary(folder / "i.toml"))
+
+
+#: A column's cells in turn, the kind that they are drafted as, its codes for missing values, and what is asked.
+WRITTEN: list[tuple[list[str], str, tuple[str, ...], str]] = [
+    (["08:30", "12:00", "23:15", "00:10"], "id", (), "times of day or durations"),
+    (["8:30:05", "25:10:00", "112:00:59"], "id", (), "epoch(CAST("),
+    (["8:30 AM", "11:05 pm"], "id", (), "strptime("),
+    (["2024-01-05T08:30:00Z", "2024-01-06T00:00:00+02:00"], "id", (), "where the day is enough"),
+    (["2024-01-05T00:00", "2024-12-06"], "date", (), ""),
+    (["01-Jan-2024", "3 May 2024"], "id", (), "dates in another form"),
+    (["Yes", "No", "Yes"], "category", (), ""),
+    (["TRUE", "false"], "boolean", (), ""),
+    (["Yes", "yes", "no"], "category", (), "'Yes' and 'yes' differ in case alone"),
+    (["yes"], "category", (), "one value alone"),
+    (["0"], "boolean", (), "one value alone"),
+    (["1,137", "12", "13,400"], "id", (), "numbers with a comma"),
+    (["1.137", "12", "13.400"], "number", (), "three digits behind every point"),
+    (["1.137,50", "12,5"], "id", (), "numbers with points between thousands"),
+    (["1 137", "12"], "id", (), "numbers with blanks or quotes"),
+    (["12,50 €", "3,00 €"], "id", (), "a sign or a unit"),
+    (["$12.50", "$3"], "id", (), "a sign or a unit"),
+    (["12%", "30%", "4.5%"], "id", (), "a sign or a unit"),
+    (["70 kg", "81.5 kg"], "id", (), "a sign or a unit"),
+    (["<0.1", "0.3", "0.5", ">100"], "id", (), "numbers with < or >"),
+    (["1.5", "#N/A", "2.25", "2.5", "2.75", "3"], "number", ("#N/A",), ""),
+    (["1.5", "#DIV/0!", "2.25", "na", "2.75", "3"], "number", ("#DIV/0!", "na"), ""),
+    (["1.5", "n.a.", "2.25", "unknown", "2.75", "3"], "number", ("n.a.", "unknown"), "words among numbers"),
+    (["a", "b", "unknown"], "category", (), "'unknown' among levels"),
+    (["mild", "none", "severe"], "category", (), "order of the alphabet"),
+    (["1", "2", "3", "4", "5"], "integer", (), "codes of a category"),
+    (["1.5", "x y", *(f"{k}.5" for k in range(20))], "id", (), "most cells are numbers"),
+]
+
+
+def test_a_draft_is_right_or_asks_however_a_column_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [[cells[i % len(cells)] for cells, *_ in WRITTEN] for i in range(66)]
+    with (folder / "w.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([[f"c{k}" for k in range(len(WRITTEN))], *rows])
+    assert run(capsys, "describe", "w.csv", "--output", "w.toml")[0] == 0
+    drafted = read_dictionary(folder / "w.toml").columns
+    for (cells, kind, missing, asked), column in zip(WRITTEN, drafted.values(), strict=True):
+        assert (column.kind, column.missing, bool(column.review)) == (kind, missing, bool(asked)), cells
+        assert asked in column.review
+    review(folder / "w.toml")
+    read_coded(folder / "w.csv", read_dictionary(folder / "w.toml"), missing="drop")
+
+
+def test_what_a_draft_says_to_write_is_a_cure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "w.csv").write_text("a;b;c;d;e\n8:30;1:30 PM;1.137,50;1 137;70 kg\n25:00;2:00 AM;12,5;12;81.5 kg\n")
+    run(capsys, "describe", "w.csv", "--output", "w.toml")
+    found = {"a": [8.5, 25.0], "b": [13.5, 2.0], "c": [1137.5, 12.5], "d": [1137.0, 12.0], "e": [70.0, 81.5]}
+    for name, column in read_dictionary(folder / "w.toml").columns.items():
+        query = re.findall("SELECT .* FROM data", column.review)[0]
+        coded = read_coded(folder / "w.csv", Dictionary({name: Column("number")}), query)
+        assert list(coded.columns[name]) == found[name]
 
 
 def test_what_a_draft_can_only_guess_is_left_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
