@@ -1220,6 +1220,28 @@ def test_one_file_is_not_given_for_two_silos(tmp_path: Path) -> None:
                 federate(config)
 
 
+def test_too_few_tables_for_a_sum_are_answered_with_what_to_type(tmp_path: Path) -> None:
+    """Before any is read, and with the price."""
+    from click.testing import CliRunner
+
+    from secure_fvi.cli import cli
+
+    (tmp_path / "d.toml").write_text(Dictionary({"y": COLUMNS["pressure"]}).to_toml())
+
+    def said(sites: int, *more: str) -> str:
+        tables = [word for k in range(sites) for word in ("--data", str(tmp_path / f"{k}.csv"))]
+        words = ["fit", "y ~ 1", "--dictionary", str(tmp_path / "d.toml"), *tables, *more]
+        return str(CliRunner().invoke(cli, words).exception)
+
+    assert "each learns the other's part by taking off its own" in said(2)
+    assert "a sum of one hides nothing" in said(1)
+    typed = re.findall(r"--set (aggregation\.\S+=\w+)", said(2))
+    assert len(typed) == 2
+    for sites, setting in ((2, typed[0]), (2, typed[1]), (1, typed[1])):
+        assert "no file" in said(sites, "--set", setting)  # it goes on to the tables
+    assert "no file" in said(3)
+
+
 def test_a_query_of_the_command_reads_every_sites_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for all, or one each, as the message about decimal commas has it. The control: without it they are refused.
     Groups of one name at several sites are said to be others at each likewise."""

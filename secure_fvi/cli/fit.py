@@ -10,7 +10,7 @@ import click
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:
-    from secure_fvi.runs.config import Model
+    from secure_fvi.runs.config import Aggregation, Model
 
 _QUERY = "One SELECT over a site's table, which it calls data: one for all sites, or one for each --data."
 
@@ -56,6 +56,7 @@ def fit(
     for text in overrides:
         override(table, text)
     config = parse(table, "secure-fvi fit")
+    _check_cohort(len(files), config.aggregation)
     _check_response(config.model)
 
     from secure_fvi.runs.directory import RunDirectory
@@ -84,6 +85,20 @@ def fit(
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")
     click.get_current_context().exit(exit_code(result.to_json()))
+
+
+def _check_cohort(sites: int, aggregation: Aggregation) -> None:
+    """Raises InputError for fewer tables than a sum needs, with what to type."""
+    least = aggregation.options.get("min_cohort", 3)
+    if aggregation.kind == "plain" or not isinstance(least, int) or sites >= min(least, 3):
+        return
+    pooled = "where the tables may be pooled anyway, --set aggregation.kind=plain takes sums that hide nothing"
+    if sites == 1:
+        raise InputError(f"one table: a sum of one hides nothing. Give one --data a site; {pooled}")
+    raise InputError(
+        "two tables, and a sum needs three silos: of two, each learns the other's part by taking off its own. Where "
+        f"both may know that, add --set aggregation.min_cohort=2; {pooled}"
+    )
 
 
 def _check_response(model: Model) -> None:

@@ -186,14 +186,13 @@ def poc(
     began, read = time.monotonic(), _read(model.pop("query"), model.pop("missing"), overrides)
     asked = {key: said for key, said in model.items() if said is not None}
     _check_asked(silos, files, dictionary, {**asked, **read})
+    said = bool(files or asked or overrides)
     sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path("dealt.csv"))
     tables = {site: f"{site}{path.suffix}" for site, path in sites.items()}
     function = Path(asked["function"]).name if "function" in asked else None
     sections = plan(tables, port=port, function=function, read=read)
-    if only_plan:
-        click.echo(_opening(tables) + "\n\n" + "\n\n".join(map(str, sections)))
-        return
-    _check_machine(folder, port, asked)
+    if not only_plan:
+        _check_machine(folder, port, asked)
     with tempfile.TemporaryDirectory() as scratch:
         if not files:
             sites = _dealt(Path(scratch), tuple(sites))
@@ -201,7 +200,12 @@ def poc(
             dictionary.write_text(DICTIONARY)
             asked = asked if "formula" in asked else {"formula": FORMULA, "family": FAMILY, **asked}
             overrides = ("run.compile=false", *overrides)  # which does not pay for so few rounds
-        _lay_out(folder, tables, sites, asked, _job(sites, asked, dictionary, overrides, read))
+        # A plan of a job that cannot be is none; that of the study's own, with nothing said, can.
+        job = _job(sites, asked, dictionary, overrides, read) if said or not only_plan else ""
+        if only_plan:
+            click.echo(_opening(tables) + "\n\n" + "\n\n".join(map(str, sections)))
+            return
+        _lay_out(folder, tables, sites, asked, job)
     click.echo(_opening(tables))
     with _Machines(folder) as machines:
         for section in sections:
@@ -373,11 +377,12 @@ def _compared(folder: Path, tables: dict[str, str]) -> list[str]:
 def _opening(tables: dict[str, str]) -> str:
     had = "; ".join(f"{site} has {table}" for site, table in tables.items())
     settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+    first = next(iter(tables))
     return (
         f"Each institution has a folder. {HUB}, which runs the server, has written job.toml; {had}; each has a "
         f"passphrase of its own in the file {PASSPHRASE}.\n"
-        "`north$ ...` is typed at north, in its folder; `north -> hub: FILE` is handed over, by mail say. Each first "
-        f"types:\n  export {settings}"
+        f"`{first}$ ...` is typed at {first}, in its folder; `{first} -> {HUB}: FILE` is handed over, by mail say. "
+        f"Each first types:\n  export {settings}"
     )
 
 

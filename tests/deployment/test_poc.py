@@ -49,6 +49,22 @@ def test_a_site_types_nine_commands_and_hands_over_two_files_at_most() -> None:
     assert [str(step) for step in steps] == [line.strip() for line in printed.splitlines() if _read(line)]
 
 
+def test_a_plan_is_of_a_job_that_can_be(tmp_path: Path) -> None:
+    """With one column misspelt it was printed to the end, and named a site that is none."""
+    (tmp_path / "d.toml").write_text('format = 1\n[columns.bp]\nkind = "number"\nlow = 0\nhigh = 9\n')
+    words = ["poc", "--plan", "--dictionary", str(tmp_path / "d.toml")]
+    for site in ("a", "b", "c"):
+        (tmp_path / f"{site}.csv").write_text(f"bp\n1\n2\n{ord(site) - 92}\n")
+        words += ["--data", str(tmp_path / f"{site}.csv")]
+    refused = CliRunner().invoke(cli, [*words, "--formula", "bpp ~ 1"])
+    assert refused.exit_code
+    assert not refused.output
+    assert "no column 'bpp'; did you mean 'bp'?" in str(refused.exception)
+    done = CliRunner().invoke(cli, [*words, "--formula", "bp ~ 1"])
+    assert done.exit_code == 0
+    assert "`a$ ...` is typed at a" in done.output
+
+
 def _read(line: str) -> re.Match[str] | None:
     """Who types, and what; or who hands over, to whom, and which files."""
     return re.fullmatch(r"  (\w+)(?:\$ (.*)| -> ([\w, ]+): (.*))", line)
