@@ -499,12 +499,15 @@ class SFVIProgram(StructuredProgram):
         if config.iterations is not None:
             seen = "" if still else ", and the iterates were still drifting when it ended"
             return fixed_length("iterations", config.iterations, seen, {"r_hat": r_hat}, not still)
-        advice = f"raise max_iterations (now {config.max_iterations}), lower learning_rate, or standardise the columns"
-        against = None
-        if not state.monitor.converged:
+        against, advice = None, "lower learning_rate, standardise the columns, or give priors that say more"
+        if not state.monitor.converged:  # so it was the limit that ended it
             against = f"the iterates had not settled after {state.round} rounds"
+            advice = (
+                f"raise max_iterations (now {config.max_iterations}), lower learning_rate, or standardise the columns"
+            )
         elif state.lost:
             against = f"silos were absent from {state.lost} of the rounds that the result averages"
+            advice = "run it again, with all silos"
         settled = "means and sds have settled in two stages"
         if FINISH in self.tables:
             return stationarity.verdict(state.rest, against, settled, advice)

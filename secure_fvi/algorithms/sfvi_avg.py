@@ -441,8 +441,9 @@ class SFVIAvgProgram(StructuredProgram):
             what = f"merges were still moving after {state.round} rounds"
             more = f"raise rounds (now {config.rounds}) or local_steps (now {config.local_steps})"
             return stationarity.verdict(state.rest, what, "", f"{more}; {advice}")
-        against = "a silo was absent from the last merge" if state.absent else None
-        found = stationarity.verdict(state.rest, against, "merges have settled", advice)
+        if state.absent:
+            return stationarity.verdict(state.rest, "a silo was absent from the last merge", "", "run it again")
+        found = stationarity.verdict(state.rest, None, "merges have settled", advice)
         if not found.converged:
             return found
         return found._replace(reason=f"{found.reason}; sfvi-avg remains an approximation, an average of posteriors")

@@ -26,6 +26,7 @@ from secure_fvi.algorithms import local_fit
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.natural import Natural, from_moments, to_eta
 from secure_fvi.algorithms.pvi import FINISH, MARGIN, PVIProgram, tempered
+from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.errors import AggregationError
 from secure_fvi.results import Result
 
@@ -315,6 +316,24 @@ def wrong_by(case: Case, result: Result) -> float:
         got, sd = result.posterior[site], case.sd[site]
         errors += [float(((got.mean - mean) / sd).abs().max()), float((got.sd / sd).log().abs().max())]
     return max(errors)
+
+
+def test_advice_follows_from_what_ended_the_run() -> None:
+    """A run that settled by itself and whose q is not at rest was told to raise a limit that it never met."""
+    silos, _ = make_regression(SIZES)
+    world = build(REGRESSION, silos, sf.SFVI(max_iterations=700))  # type: ignore[arg-type]
+    program: Any = world.server.program
+
+    def said(**of: Any) -> str:
+        state: Any = world.state
+        return str(program.verdict(state._replace(**of)).said)
+
+    settled = world.state.monitor._replace(converged=True)  # type: ignore[attr-defined]
+    moving = Rest(step=0.4, error=0.01, objective=-3.0)
+    assert "raise max_iterations (now 700)" in said(round=700, rest=moving)
+    assert "give priors that say more" in said(monitor=settled, rest=moving)
+    assert "max_iterations" not in said(monitor=settled, rest=moving)
+    assert "run it again, with all silos" in said(monitor=settled, rest=moving, lost=3)
 
 
 @pytest.mark.parametrize(
