@@ -134,13 +134,8 @@ def plan(dimension: int, records: int | None, form: str, **asked: Any) -> None:
 @click.argument("ledger", type=click.Path(path_type=Path))
 @click.option("--silo", help="Whose chain, where LEDGER holds several.")
 @click.option("--data-set", help="Which data set, where the silo has several.")
-@click.option(
-    "--format", "form", type=click.Choice(["text", "json", "html", "yaml"]), default="text", show_default=True
-)
+@click.option("--format", "form", type=click.Choice(["text", "json", "html"]), default="text", show_default=True)
 @click.option("--audit", type=click.Path(path_type=Path), help="audit.json: its bounds on epsilon beside the claims.")
-@click.option("--facts", type=click.Path(path_type=Path), help="yaml: answers that the ledger cannot know, in a file.")
-@click.option("--curator", multiple=True, help="yaml: who publishes the results; may be repeated.")
-@click.option("--use", "intended_use", help="yaml: what the results are for.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write to this file.")
 def report(
     ledger: Path,
@@ -148,25 +143,17 @@ def report(
     data_set: str | None,
     form: str,
     audit: Path | None,
-    facts: Path | None,
-    curator: tuple[str, ...],
-    intended_use: str | None,
     out: Path | None,
 ) -> None:
-    """Say what was spent of a data set's budget in LEDGER, what is left, and what that does not cover.
-
-    yaml: the fields of the Differential Privacy Deployments Registry, tiers 1 to 3.
-    """
+    """Say what was spent of a data set's budget in LEDGER, what is left, and what that does not cover."""
     from secure_fvi.privacy.report import read_report
 
-    if form != "yaml" and (facts or curator or intended_use):
-        raise InputError("--facts, --curator and --use are fields of the registry: add --format yaml")
     report = read_report(ledger, silo, data_set)
     if audit is not None:
         from secure_fvi.privacy.report import read_audit, with_audit
 
         report = with_audit(report, read_audit(audit))
-    text = _render(report, form, facts, curator, intended_use)
+    text = _render(report, form)
     if out is None:
         # What a ledger says may be another's, and a page is not made for terminals.
         click.echo("".join(c if c.isprintable() or c == "\n" else "?" for c in text), nl=False)
@@ -359,28 +346,13 @@ def _text(found: Plan, asked: Asked, spread: dict[str, Any]) -> str:
 # ---- What `report` prints ----
 
 
-def _render(report: Report, form: str, facts: Path | None, curators: tuple[str, ...], use: str | None) -> str:
+def _render(report: Report, form: str) -> str:
     if form == "json":
         return json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
     if form == "html":
         from secure_fvi.privacy.report_html import report_html
 
         return report_html(report)
-    if form == "yaml":
-        from secure_fvi.privacy.report import read_facts, report_registry
-
-        answers: dict[str, Any] = read_facts(facts) if facts else {}
-        basic: dict[str, Any] = {}
-        if curators:
-            basic["data_curators"] = [{"data_curator_name": c, "data_curator_type": None} for c in curators]
-        if use:
-            basic["intended_use"] = use
-        if basic:
-            deployment = answers.setdefault("deployment", {})
-            if not isinstance(deployment, dict) or not isinstance(deployment.setdefault("basic", {}), dict):
-                raise InputError("in the facts, 'deployment' and 'deployment/basic' must be tables")
-            deployment["basic"].update(basic)
-        return report_registry(report, answers)
     from secure_fvi.privacy.report_html import report_text
 
     return report_text(report)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from command_line import CommandLine
 
 from secure_fvi.errors import BudgetError
@@ -226,16 +225,6 @@ def test_report_formats(cli: CommandLine, ledger: Path, tmp_path: Path) -> None:
     found = json.loads(answer.out)
     assert found["jobs"][0]["epsilon"] == accounting.epsilon(Repeated(Gaussian(5.0), 3), 1e-6, "pld")
     assert "hospital-a" in cli("budget", "report", str(ledger)).out
-    facts = tmp_path / "facts.yaml"
-    facts.write_text("deployment: {basic: {name: Risk factors}}\n")
-    answer = cli(
-        *("budget", "report", str(ledger), "--format", "yaml", "--facts", str(facts)),
-        *("--curator", "Hospital A", "--use", "Research"),
-    )
-    assert answer.code == 0, answer.err
-    basic = yaml.safe_load(answer.out)["deployment"]["basic"]
-    assert (basic["name"], basic["intended_use"]) == ("Risk factors", "Research")
-    assert basic["data_curators"][0]["data_curator_name"] == "Hospital A"
     page = tmp_path / "report.html"
     assert cli("budget", "report", str(ledger), "--format", "html", "--out", str(page)).code == 0
     assert page.read_text().startswith("<!doctype html>")
@@ -247,7 +236,6 @@ def test_report_of_nothing_writes_nothing(cli: CommandLine, ledger: Path, tmp_pa
         (str(tmp_path / "none.sqlite"),),
         (str(ledger), "--silo", "hospital-b"),
         (str(ledger), "--data-set", "children"),
-        (str(ledger), "--curator", "Hospital A"),
     ):
         answer = cli("budget", "report", *options, "--format", "html", "--out", str(out))
         assert answer.code == 2, answer

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -20,7 +19,7 @@ from secure_fvi.privacy import accounting
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
 from secure_fvi.privacy.ledger_account import account, read_ledger
-from secure_fvi.privacy.report import Report, job_event, read_facts, read_report, report_registry
+from secure_fvi.privacy.report import Report, job_event, read_report
 from secure_fvi.privacy.report_html import report_html, report_text
 from secure_fvi.privacy.terms import ADD_OR_REMOVE, REPLACE
 
@@ -198,7 +197,6 @@ def test_an_empty_account_has_a_report(tmp_path: Path) -> None:
     assert empty.epsilon == 0
     assert "No job was charged" in report_text(empty)
     assert "No job was charged" in report_html(empty)
-    assert yaml.safe_load(report_registry(empty))["deployment"]["privacy_loss"]["privacy_unit"] == "Institution-level"
 
 
 def test_a_choice_is_asked_for(path: Path) -> None:
@@ -213,73 +211,6 @@ def test_a_choice_is_asked_for(path: Path) -> None:
         read_report(path)
     with pytest.raises(InputError, match="knows no data set 'elders'"):
         read_report(path, "hospital-a", "elders")
-
-
-def test_the_registry_entry_invents_nothing(report: Report) -> None:
-    entry = yaml.safe_load(report_registry(report))
-    loss = entry["deployment"]["privacy_loss"]
-    assert loss["privacy_parameters"] == {"epsilon": 3.0, "delta": 1e-6}
-    assert entry["deployment"]["dp_variant"] == {
-        "variant_name": "Approximate DP",
-        "data_domain": None,
-        "unprotected_quantities": "number of records",
-    }
-    assert "deployment/basic/data_curators" in entry["needs_answer"]
-    assert entry["tier"] is None
-
-    def empty(node: Any, at: str) -> set[str]:
-        if isinstance(node, dict):
-            return set().union(*(empty(v, f"{at}/{k}") for k, v in node.items()))
-        return {at.strip("/")} if node is None else set()
-
-    del entry["tier"]
-    assert empty(entry, "") == set(entry["needs_answer"])
-
-
-def test_facts_complete_the_entry_and_raise_its_tier(report: Report, tmp_path: Path) -> None:
-    def everything(node: Any) -> Any:
-        return {k: everything(v) for k, v in node.items()} if isinstance(node, dict) else "answered"
-
-    entry = yaml.safe_load(report_registry(report))
-    basic = {"deployment": {"basic": everything(entry["deployment"]["basic"])}}
-    assert yaml.safe_load(report_registry(report, basic))["tier"] == 1
-    basic["deployment"]["deployment_model"] = {"data_source_type": "Static", "access_type": "Non-interactive"}
-    assert yaml.safe_load(report_registry(report, basic))["tier"] == 2
-    facts = {}
-    for path in entry["needs_answer"]:
-        *parents, last = path.split("/")
-        node = facts
-        for p in parents:
-            node = node.setdefault(p, {})
-        node[last] = "answered"
-    file = tmp_path / "facts.yaml"
-    file.write_text(yaml.safe_dump(facts))
-    full = yaml.safe_load(report_registry(report, read_facts(file)))
-    assert full["tier"] == 3
-    assert full["needs_answer"] == []
-
-
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        ({"deployment": {"privacy_loss": {"privacy_parameters": {"epsilon": 0.1}}}}, "comes from the ledger"),
-        ({"deployment": {"basics": {}}}, "no field 'deployment/basics'"),
-        ({"deployment": "x"}, "must be a table"),
-    ],
-)
-def test_facts_cannot_contradict_the_ledger(report: Report, facts: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        report_registry(report, facts)
-
-
-@pytest.mark.parametrize("content", ["- a\n", "a: [", "!!python/object/apply:os.getcwd []\n"])
-def test_bad_facts_files(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "facts.yaml"
-    file.write_text(content)
-    with pytest.raises(InputError, match=r"facts\.yaml"):
-        read_facts(file)
-    with pytest.raises(InputError, match="cannot read"):
-        read_facts(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 1e-5), (3.0, 1e-6), (0.5, 1e-6)])
@@ -326,7 +257,6 @@ def test_a_budget_that_was_raised_or_lowered_promises_no_more_than_it_can(path: 
         assert said in found.composition
         assert found.budget["bound"]["epsilon"] == 4 * first
         assert found.best_guess > report.best_guess
-        assert f"epsilon: {4 * first:g}" in report_registry(found)
 
 
 def _changed(folder: Path, *budgets: Budget, step: float) -> Report:
