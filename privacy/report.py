@@ -196,6 +196,7 @@ def _facts(job: Job) -> dict[str, Any]:
         "floating": any(_is_gaussian(s) for s in singles),
         "colluders": job.description.get("colluders"),
         "dropouts": job.description.get("dropouts"),
+        "exact_jobs": job.description.get("exact_jobs"),
     }
 
 
@@ -227,8 +228,9 @@ _ALWAYS = (
     "neither prevents nor detects it.",
     "Side channels: how long computations take, when messages arrive, how much memory is used, what crashes and logs "
     "elsewhere show.",
-    "Releases that bypass secure-fvi: summary tables, figures, talks and earlier studies on the same data; and "
-    "clipping norms, learning rates or models that were chosen by trying them on these data outside of this ledger.",
+    "Releases that are not charged here: jobs without differential privacy, in one process or before this account "
+    "began; summary tables, figures, talks and earlier studies on the same data; and clipping norms, learning rates or "
+    "models that were chosen by trying them on these data outside of this ledger.",
 )
 
 
@@ -274,7 +276,7 @@ def composition(budgets: Sequence[Budget], kinds: int = 1) -> str:
         "that their changes did not depend on results. What is asked later is bounded by it only if nobody changes the "
         "budget again."
         if len(budgets) > 1
-        else f"total fits: whatever was and will be asked, all jobs together are within {bound}."
+        else f"total fits: whatever was and will be asked, all jobs that are charged here are together within {bound}."
     )
     return (
         "Within a job every release was declared before the first, and its epsilon is for all of them. Across jobs, "
@@ -313,6 +315,12 @@ def bound_of(budgets: Sequence[Budget]) -> Bound:
 def not_covered(unit: str, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the guarantee leaves open, in general and for these jobs' declarations (see `report._facts`)."""
     found = list(_ALWAYS)
+    if exact := max((job["exact_jobs"] for job in jobs if isinstance(job["exact_jobs"], int)), default=0):
+        found.insert(
+            0,
+            f"EXACT TOTALS: {exact} job{'s' * (exact > 1)} without differential privacy had been answered on this data "
+            "set when a job here was let in. No epsilon covers what they told; the institution's log has them.",
+        )
     if unit == "record":
         found.append("Groups. For a family of k records the epsilon is k times as large, and the delta grows further.")
     if any(job["sampled"] for job in jobs):

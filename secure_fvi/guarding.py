@@ -132,12 +132,13 @@ def _unknown(books: Books) -> str:
 
 
 def declared_job(
-    name: str, data_set: str, terms: Mapping[str, Terms], algorithm: str, noise: NoiseSource
+    name: str, data_set: str, terms: Mapping[str, Terms], algorithm: str, noise: NoiseSource, exact_jobs: int = 0
 ) -> tuple[Job, Budget]:
-    """The job as a ledger charges it, and the budget that it brings where the data set has none."""
+    """The job as a ledger charges it, and the budget that it brings where the data set has none. exact_jobs: without
+    differential privacy that the data set is known to have answered before."""
     declared = tuple(Term(phase, t.event, t.releases) for phase, t in terms.items())
     settings = next(iter(terms.values())).settings
-    about = {"algorithm": algorithm, **description(terms, noise)}
+    about = {"algorithm": algorithm, **description(terms, noise), **({"exact_jobs": exact_jobs} if exact_jobs else {})}
     job = Job(name, data_set, settings.unit, settings.delta, declared, about)
     budget = smallest_budget(job)
     if settings.epsilon is not None:

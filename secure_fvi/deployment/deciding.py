@@ -50,6 +50,7 @@ class Decision(NamedTuple):
     policy: SitePolicy
     data: DataRule | None  # None at a key holder
     matched: bool = False  # whether people were matched for the job before, as the site's log has it
+    exact_jobs: int = 0  # without differential privacy, that the site has answered on this data set before
 
     def local_config(self, site: str) -> Config:
         """The job's configuration with this site's own model, data and predictor in place of `AT_SITE`."""
@@ -139,8 +140,10 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
     if not met and (before is None or not (before.accepted or before.exchanges)):
         raise SessionLost(f"job '{offer.job}' is new to '{home.id}', and its records were not countersigned first")
     matched = before is not None and MATCHED in before.omissions
+    exact = [r for r in jobs.values() if r.fields["data_set"] == offer.data_set and r.fields["epsilon"] is None]
+    found = Decision(offer, roster, policy, data, matched, sum(r.broadcasts > 0 for r in exact))
     if trail.full:  # it goes on, by a row that is there
-        return Decision(offer, roster, policy, data, matched)
+        return found
     trail.job(job_entry(offer, policy.hash, accepted=True))
     if home.role == "silo":
         trail.note(
@@ -150,7 +153,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         )
         if offer.config.model.function is not None and policy.sandbox == "off":
             trail.note(offer.job, UNFENCED, always=True)
-    return Decision(offer, roster, policy, data, matched)
+    return found
 
 
 def _reason(error: Exception) -> str:

@@ -140,8 +140,6 @@ def job_folder(home: Home, job: str) -> Path:
 class SiteJob:
     """A job that this site has accepted. Holds the silo's data while the process lives."""
 
-    _most_rounds = 0  # until terms are agreed on: `stand` is asked at any time
-
     def __init__(self, home: Home, decision: Decision, local: Local, tell: Callable[[str, str], None]) -> None:
         """Reads the data, agrees on terms and opens the ledger. Raises InputError (of all that follows from the data
         DataError), PolicyError and BudgetError. `tell`
@@ -500,7 +498,7 @@ class SiteJob:
         terms, silo, offer = self.program.terms, self.home.id, self.decision.offer
         if not terms:
             return Guards({silo: self._gate(None, noise)})
-        job, budget = declared_job(offer.job, offer.data_set, terms, algorithm, noise)
+        job, budget = declared_job(offer.job, offer.data_set, terms, algorithm, noise, self.decision.exact_jobs)
         ledger = open_ledger(self.home, self.decision.policy)
         opened = ledger.open_job(job, default_budget=budget)
         return Guards({silo: self._gate(opened.charge, noise)}, (opened,), {silo: ledger})

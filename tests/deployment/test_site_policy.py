@@ -26,8 +26,11 @@ from secure_fvi.deployment.policy_check import check, check_terms, unjudged
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
+from secure_fvi.guarding import declared_job
 from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.ledger_terms import Budget, Job, Term
+from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.report import read_report
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.runs import wording
@@ -221,6 +224,26 @@ def test_a_ledger_that_lacks_what_was_answered_is_an_old_copy(
         old = step == "broadcast" and epsilon is not None
         with pytest.raises(ProtocolError, match="it lacks job 'before'") if old else nullcontext():
             decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
+
+
+@pytest.mark.parametrize(("step", "before"), [("broadcast", 1), ("join", 0)])
+def test_an_account_says_what_was_answered_exactly_before_it_began(
+    site: Site, world: World, step: str, before: int
+) -> None:
+    """The report promised an epsilon of rows whose exact totals had been told. The control: a job never answered."""
+    home, hub = world.homes["north"], world.homes["hub"].identity()
+    site.policy()
+    with closing(open_ledger(home)) as ledger, closing(open_trail(home)) as trail:
+        entry = job_entry(site.offer(), bytes(32), accepted=True)
+        for job, data_set in (("exact", "cohort"), ("elsewhere", "others")):
+            trail.job(dataclasses.replace(entry, job=job, data_set=data_set, epsilon=None))
+            trail.exchanges(job, [Exchange("hub", step, b"question", b"answer")])
+        found = decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
+        assert found.exact_jobs == before
+        terms = {"round": agree(RecordDP(epsilon=0.9, delta=1e-7), 3, 1.0, 5, Extent(2, 0, 0))}
+        job, budget = declared_job("private", "cohort", terms, "sfvi", NoiseSource(None), found.exact_jobs)
+        ledger.open_job(job, default_budget=budget)
+    assert ("EXACT TOTALS: 1 job without" in str(read_report(home.ledger_file).not_covered)) is bool(before)
 
 
 @pytest.mark.parametrize("log", ["lacks it", "has it", "was begun anew"])
