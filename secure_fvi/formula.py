@@ -16,7 +16,7 @@ import math
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -733,7 +733,7 @@ def few_records(
 ) -> list[str]:
     """What of a formula fewer than `few` records of one site have, in words, with their number: a level of a category,
     a group of those `shared`, which span sites, and whatever else sets a column of a design to another value than most
-    have. For that site alone.
+    have, in all rows or in those of such a group; two levels together, where an effect is of both. For that site alone.
 
     Where no other site has such rows, that coordinate of a total without differential privacy is these records' own.
     `columns` (N,) each: coded by the dictionary. record: the group of which each is a record, None where a row is."""
@@ -755,20 +755,37 @@ def few_records(
         look("rows at all", np.ones(rows, bool))
     designs = [Design(text, formula, dictionary) for text in (parsed.fixed, *(r.design for r in parsed.random))]
     outcome = {parsed.response} if dictionary[parsed.response].kind == "category" else set()  # whose cuts are learned
-    for name in sorted(outcome | {name for design in designs for name in design.columns}):
-        column = dictionary[name]
-        levels = column.levels or ("false", "true")
-        for code, level in enumerate(levels if column.kind in ("category", "boolean") else ()):
+    levels = {
+        name: dictionary[name].levels or ("false", "true")
+        for name in sorted(outcome | {name for design in designs for name in design.columns})
+        if dictionary[name].kind in ("category", "boolean")
+    }
+    for name, called in levels.items():
+        for code, level in enumerate(called):
             look(f"'{name}' = {level}", columns[name] == code)
+    effects = {frozenset(part.split("[")[0] for part in name.split(":")) for design in designs for name in design.names}
+    for a, b in combinations(levels, 2):
+        if any({a, b} <= effect for effect in effects):
+            for i, j in np.unique(np.stack([columns[a], columns[b]], 1).astype(int), axis=0):
+                which = (columns[a] == i) & (columns[b] == j)
+                look(f"'{a}' = {levels[a][i]} with '{b}' = {levels[b][j]}", which)
     for term, key in zip(parsed.random, keys, strict=True):
         sizes = np.bincount(np.unique(np.stack([key, whose], 1), axis=0)[:, 0]) if term.label in shared else np.empty(0)
         small = sizes[(sizes > 0) & (sizes < few)]
         if len(small):
             found[frozenset({-1 - len(found)})] = f"a group of '{term.label}' ({', '.join(map(str, small[:few]))})"
+    within = [("", np.ones(rows, bool))]
+    within += [
+        (f" in a group of '{term.label}'", key == group)
+        for term, key in zip(parsed.random, keys, strict=True)
+        if term.label in shared
+        for group in np.unique(key)
+    ]
     for design in designs:
         for name, values in zip(design.names, design.matrix(columns, rows).T, strict=True):
-            different, counts = np.unique(values, return_counts=True)
-            look(f"another value of '{name}' than most", values != different[counts.argmax()]) if rows else None
+            for where, these in within if rows else ():
+                different, counts = np.unique(values[these], return_counts=True)
+                look(f"another value of '{name}' than most{where}", these & (values != different[counts.argmax()]))
     return list(found.values())
 
 

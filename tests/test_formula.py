@@ -1770,3 +1770,22 @@ def test_few_are_counted_in_records(record: str, said: list[str]) -> None:
     frame = {"y": who, "rare": (who == 0).astype(float), "who": who, "visit": visit}
     found = few_records("y ~ rare + (1 | who) + (1 | who:visit)", Dictionary(columns), frame, record)
     assert found[:1] == said
+
+
+@pytest.mark.parametrize(
+    ("formula", "said"),
+    [
+        ("y ~ smoke + (smoke | region)", "another value of 'smoke' than most in a group of 'region' (1)"),
+        ("y ~ smoke * region", "'region' = A with 'smoke' = true (1)"),
+        ("y ~ smoke + region", None),  # the control: no effect is of both
+    ],
+)
+def test_a_cell_of_one_record_is_named(formula: str, said: str | None) -> None:
+    """That region's one smoker is its slope's whole gradient; many smoke, and of neither region there are few."""
+    columns = {"y": Column("boolean"), "smoke": Column("boolean"), "region": Column("category", levels=("A", "B"))}
+    region = np.r_[np.zeros(40), np.ones(100)]
+    smoke = np.r_[np.zeros(40), np.arange(100) % 2]
+    smoke[7] = 1.0
+    frame = {"y": np.arange(140.0) % 2, "smoke": smoke, "region": region}
+    found = few_records(formula, Dictionary(columns), frame, None, ["region"] if "|" in formula else [])
+    assert found == ([] if said is None else [said])

@@ -114,6 +114,7 @@ def check(
 ) -> None:
     """Say which rows of TABLE do not fit the dictionary, by column, without printing what they hold. Exits 2 where a
     job would be refused: one that reads every column of the dictionary, or the fit of --formula."""
+    from secure_fvi.deployment.names import printable
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.errors import DataError, InputError
     from secure_fvi.tables import GAP, check_table, json_columns, opened, read_coded, remedy
@@ -134,7 +135,7 @@ def check(
     if model is not None:
         click.echo(f"of these the formula uses {', '.join(used)}, with family {model.family}")
     if others:
-        click.echo(f"not in the dictionary, so never read: {', '.join(others)}")
+        click.echo(f"not in the dictionary, so never read: {', '.join(map(printable, others))}")
     for finding in found.findings:
         click.echo(finding.line(rows))
     wrong = {f.column for f in found.findings if missing == "refuse" or f.what != GAP}

@@ -206,6 +206,7 @@ def _alignment_lines(job: Config) -> list[str]:
         "which of its own people all hold",
         "  each other party, the server too, tests as many identifiers against this site's as it committed to before: "
         f"all together at most {len(job.silo)} times 'largest' in each of 'matchings' jobs",
+        "  the server compares the lists, and so names whom all hold: it may leave out whom it likes, but for 'fewest'",
         "a policy allows this by 'alignment' of its data set",
     ]
 

@@ -265,6 +265,7 @@ class ColumnsJob(SiteJob):
         if not self._order and self._matching is not None:
             with contextlib.suppress(ProtocolError):  # not agreed on yet
                 found = self._matching.alignment()
+                self._check_many(found.matched)
                 self._order, self._rows = found.order, found.rows
                 _log.info(
                     "people: %d matched; of this site's %d unmatched, %d without an identifier, %d that break the rule"
@@ -272,6 +273,18 @@ class ColumnsJob(SiteJob):
                     found.duplicated, "".join(f"; {count} with {hint}" for hint, count in found.hints.items()),
                 )  # fmt: skip
         return bool(self._order)
+
+    def _check_many(self, people: int) -> None:
+        """Raises PolicyError where so few people are matched that the server may have chosen them. All know how many
+        they are."""
+        offer, rule = self.decision.offer, self.decision.data
+        assert rule is not None
+        if people < rule.fewest:
+            raise PolicyError(
+                f"job '{offer.job}' is outside the policy of '{self.home.id}': {people} people were matched, and data "
+                f"set '{offer.data_set}' takes no fewer than {rule.fewest} (fewest): totals over a few whom the server "
+                "has named are close to one person's"
+            )
 
     def _begin_matching(self) -> None:
         """Count the job in the site's log among those that the data set is matched for, and make the silo's party, or

@@ -96,6 +96,7 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # alignment = { column = "person" } # of a vertical job: as its [alignment], which says what identifies people
 # largest = 1048576                 # identifiers that each other party may test against this site's, in one job
 # matchings = 10                    # jobs for which the data set is matched
+# fewest = 100                      # people that all must have in common: the server names who they are
 # from_job = []   # without a path: "partition", "data" where a job may say which of a program's records are this site's
 """
 
@@ -187,7 +188,8 @@ class DataRule(Table):
     whether other rows than those of the first job, or than those of a digest, are refused, or said in the site's log.
     alignment: by which columns, and how, the people of a vertical job are found; the job has to say the same. largest:
     places that each other party's list may have then, and so identifiers that it may test against this one's, of n
-    parties (n - 1) times as many; matchings: jobs for which the data set is matched, each another chance.
+    parties (n - 1) times as many; matchings: jobs for which the data set is matched, each another chance; fewest:
+    people that are matched, at least, since the server, which compares the lists, names who they are.
     epsilon, delta, unit: its budget over all jobs. from_job: the tables of a job, and so of its server, that may say
     which of a program's records are the site's."""
 
@@ -197,6 +199,7 @@ class DataRule(Table):
     alignment: Alignment | None = None
     largest: Annotated[int, Field(ge=1)] = 1 << 20
     matchings: Annotated[int, Field(ge=0)] = 10
+    fewest: Annotated[int, Field(ge=1)] = 100
     dictionary: Text | None = None
     query: Text | None = None
     tables: dict[Text, Text] = Field(default_factory=dict)

@@ -100,7 +100,8 @@ class ColumnsJob(Job):
         if site in self.files:
             assert self.config.alignment is not None
             alignment = self.config.alignment.model_dump(mode="json")
-            data = {"id": "data", "path": str(self.files[site]), "alignment": alignment, **(rule or {})}
+            data = {"id": "data", "path": str(self.files[site]), "alignment": alignment, "fewest": PEOPLE // 2}
+            data |= rule or {}
             changes = {
                 "data": [{k: v for k, v in data.items() if v is not None}],
                 "disclosures": ["person_rows"],
@@ -248,9 +249,12 @@ def test_how_often_and_against_how_long_a_list_a_site_is_matched(world: World, t
     job.allow("north", {"largest": PEOPLE + 63})
     with pytest.raises(ProtocolError, match=f"a list of {PEOPLE + 64} places .* silo 'north' allows {PEOPLE + 63}"):
         job.run("first")
+    job.allow("north", {"fewest": PEOPLE + 1})  # the server compares the lists, and may name one person
+    with pytest.raises(ProtocolError, match=f"{PEOPLE} people were matched, .* no fewer than {PEOPLE + 1}"):
+        job.run("few")
     shutil.rmtree(world.homes["north"].state_folder)
     job.allow("north", {"matchings": 1})
-    with pytest.raises(ProtocolError, match=r"data set 'data' was matched for 1 jobs \(matchings = 1\), each of which"):
+    with pytest.raises(ProtocolError, match=r"data set 'data' was matched for 2 jobs \(matchings = 1\), each of which"):
         job.run("second")
 
 
