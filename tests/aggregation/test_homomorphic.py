@@ -112,6 +112,8 @@ def test_options_that_cannot_be_are_refused():
         Homomorphic(scheme="bgv")
     with pytest.raises(InputError, match="needs scheme = 'bfv'"):
         Homomorphic(scheme="ckks", masks=True)
+    with pytest.raises(InputError, match="masks"):
+        Homomorphic(masks="no")
     with pytest.raises(InputError, match="min_cohort"):
         Homomorphic(min_cohort=1)
     with pytest.raises(InputError, match="at least 3 silos"):

@@ -214,6 +214,59 @@ class TestBombs:
                 PublicContext(BFV, bad)
 
 
+def _with(data: bytes, at: int, new: bytes) -> bytes:
+    return data[:at] + new + data[at + len(new) :]
+
+
+class TestOneForm:
+    """What is wrong with others' bytes is found before TenSEAL has them: each fault alone, beside bytes that are right."""
+
+    def test_a_ciphertext_has_one_form(self):
+        (_, sizes), (_, frame) = schemes._fields(ciphertext(BFV))
+        plain = schemes._numbers(frame, BFV.primes)
+        inner = 16 + schemes._BEFORE_NUMBERS
+        assert schemes._numbers(plain, BFV.primes) == plain
+        assert schemes._one_vector(BFV, schemes._joined([(0x0A, sizes), (0x12, plain)]))
+        for fields, says in (
+            ([(0x0A, sizes), (0x12, plain), (0x19, bytes(8))], "not one ciphertext"),
+            ([(0x0A, sizes + bytes(4)), (0x12, plain)], "more than one size"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                schemes._one_vector(BFV, schemes._joined(fields))
+        for bad, says in (
+            (_with(plain, inner + 16, bytes(8)), "another number of numbers"),
+            (_with(plain, inner, bytes(3)), "not a frame without compression"),
+            (_with(plain, 0, bytes(3)), "not a frame"),
+            (_with(plain, 8, bytes(8)), "not a frame"),
+            (_with(plain, 5, b"\x01"), "compressed in another way"),
+            (_with(plain, 5, b"\x02"), "not what it stands for"),  # and no zstd
+            (_frame(plain[16:-8]), "not what it stands for"),  # shorter
+        ):
+            with pytest.raises(ValueError, match=says):
+                schemes._numbers(bad, BFV.primes)
+        assert schemes._varint(b"\xff" * 9 + b"\x01", 0) == (2**64 - 1, 10)
+        with pytest.raises(ValueError, match="a number without end"):
+            schemes._varint(b"\xff" * 11, 0)
+
+    def test_a_key_has_one_form(self):
+        """The last two TenSEAL is asked about: it reads a key of other parameters as one, and this file does not."""
+        (_, frame), (_, inner) = schemes._fields(SecretContext(BFV).public_bytes)
+        parameters, ts = schemes._unpacked(frame, 17 + (BFV.primes + 2) * 24), schemes._tenseal()
+        assert PublicContext(BFV, schemes._joined([(0x0A, parameters), (0x12, inner)])).scheme is BFV
+        for fields, says in (
+            ([(0x12, inner), (0x0A, parameters)], "cannot be read"),
+            ([(0x0A, parameters), (0x12, inner), (0x1A, b"")], "nothing more"),
+            ([(0x0A, _with(parameters, 16 + 17, bytes(3))), (0x12, inner)], "is damaged"),
+            ([(0x0A, _with(parameters, 17, bytes(8))), (0x12, inner)], "cannot be read"),
+        ):
+            with pytest.raises(ProtocolError, match=says):
+                PublicContext(BFV, schemes._joined(fields))
+        other = ts.context(ts.SCHEME_TYPE.BFV, DEGREE, 1032193, n_threads=1).serialize(True, False, False, False)
+        assert schemes._read_key(BFV, other).has_public_key()
+        with pytest.raises(ProtocolError, match="other parameters than bfv"):
+            PublicContext(BFV, other)
+
+
 class TestMessages:
     def samples(self):
         request = unpack(world().requests[-1], DecryptRequest)

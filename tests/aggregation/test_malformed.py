@@ -1,6 +1,7 @@
 """Malformed messages and messages out of turn: refused, without a crash and without a word about the inputs."""
 
 from collections import defaultdict
+from contextlib import nullcontext
 from functools import cache
 
 import msgpack
@@ -19,6 +20,7 @@ from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import (
     VERSION,
     Activate,
+    BatchSignature,
     Contribution,
     Deliver,
     Deposit,
@@ -26,6 +28,7 @@ from secure_fvi.aggregation.messages import (
     Done,
     KeySet,
     KeysRequest,
+    NonceReveal,
     Nonces,
     RevealRequest,
     SignRequest,
@@ -467,6 +470,44 @@ def test_a_deposit_that_does_not_fit_counts_as_none(alter):
     assert 2 not in world.batch.present
     ids = [s for s in world.ids if s != bad]
     assert is_input(world.total(world.contribute(ids=ids)).values, exact(world, ids))
+
+
+@pytest.mark.parametrize(
+    ("kind", "alter", "reason"),
+    [
+        (NonceReveal, lambda m: {"key_set": bytes(32)}, "a nonce for another key set"),
+        (NonceReveal, lambda m: {"attempt": m.attempt + 1}, "a nonce for another key set"),
+        (NonceReveal, lambda m: {"nonce": bytes(32)}, "a nonce that it did not commit to"),
+        (BatchSignature, lambda m: {"batch": m.batch + 1}, "a wrong signature on the batch, or one of another batch"),
+        (BatchSignature, lambda m: {"signature": bytes(64)}, "a wrong signature on the batch, or one of another batch"),
+    ],
+)
+def test_an_answer_of_set_up_that_does_not_fit_is_its_silos_fault(kind, alter, reason):
+    """It has no part in the first sum; the control is the others, who have."""
+    world = ring_world() if kind is NonceReveal else World(5, prepared=False)
+    bad = world.ids[2]
+
+    def reply(data):
+        message = unpack_any(data)
+        return pack(message._replace(**alter(message))) if isinstance(message, kind) else data
+
+    carry(world.server.prepare(0), world.silos | {bad: Tampering(world.silos[bad], reply=reply)})
+    assert world.server.faults == {bad: reason}
+    ids = [s for s in world.ids if s != bad]
+    taking_part = world.batch.active if kind is BatchSignature else world.batch.present
+    assert taking_part == {world.ids.index(s) for s in ids}
+
+
+def test_survivors_of_a_sum_are_signed_no_more_once_a_later_question_was_answered():
+    """What its total lacks was counted then. The control: before that question they are."""
+    for later in (False, True):
+        world = World(4)
+        silo = world.silos[world.ids[0]]
+        for index in range(1 + later):
+            silo.contribute(index, world.ids, TABLE, world.values[world.ids[0]], CONTEXT, bytes([index]) * 32)
+        request = world.sign_request(range(4), question=bytes(32))
+        with pytest.raises(ProtocolError, match="sum 0 is over: silo") if later else nullcontext():
+            silo.handle(request)
 
 
 def test_a_total_asked_for_again_needs_what_the_survivors_of_before_sent():

@@ -1,6 +1,7 @@
 """Every kind of sum: the total of those who answered, the same for plain and masked."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -267,12 +268,26 @@ def test_a_sum_that_was_not_prepared_or_is_of_an_old_batch_is_an_error():
     server, parties = local_parties(Masked(batch=2, max_missing=1), ids)
     with pytest.raises(AggregationError, match="was not prepared"):
         carry(server.total(0, ids, table, {}, CONTEXT), parties)
-    for index in (0, 2, 4):
+    carry(server.prepare(0), parties)
+    with pytest.raises(AggregationError, match="sum 2 was not prepared"):  # in a session that is there
+        carry(server.total(2, ids, table, {}, CONTEXT), parties)
+    for index in (2, 4):
         carry(server.prepare(index), parties)
     with pytest.raises(AggregationError, match="old batch"):
         carry(server.prepare(0), parties)
     with pytest.raises(InputError, match="cannot be negative"):
         carry(server.prepare(-1), parties)
+
+
+def test_only_what_hides_whose_it_is_can_be_spoilt():
+    """A plain contribution that counts for nothing would tell the server whose data could not answer."""
+    assert not any(silo.spoils for silo in local_parties(Plain(), names(3))[1].values())
+    assert all(silo.spoils for silo in local_parties(Masked(), names(3))[1].values())
+
+
+def test_a_kind_that_is_none_has_no_parties():
+    with pytest.raises(InputError, match="aggregation 'none' has no parties"):
+        local_parties(SimpleNamespace(kind="none"), names(3))
 
 
 def test_rosters_that_make_no_sense_are_refused():
