@@ -157,8 +157,7 @@ def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
                         ledger.add_receipt(signed.ledger, keys[0])
             return _CODEC.pack(Receipt(receipt))
         seen = _CODEC.unpack(message, Seen)
-        _check_kept(trail, witness)
-        stated = trail.statement(_check_shown(trail, server, keys, seen.trails))
+        stated = _stated(trail, witness, server, keys, seen.trails)
         return _CODEC.pack(Stated(stated, _ledger(home, server, keys, seen.ledgers, store), _receipts(witness, keys)))
 
 
@@ -175,16 +174,19 @@ def _ledger(home: Home, server: str, keys: tuple[bytes, ...], receipts: list[byt
             raise ProtocolError(f"the ledger of '{home.id}' is gone: this site had one; restore its newest copy")
         return b""
     with closing(open_ledger(home)) as ledger:
-        _check_kept(ledger, witness)
-        return ledger.statement(_check_shown(ledger, server, keys, receipts))
+        return _stated(ledger, witness, server, keys, receipts)
 
 
-def _check_kept(record: Trail | Ledger, own: Witness) -> None:
-    """Raises ProtocolError where this site, its `own` witness, knows of rows that its record lacks; keeps how far it
-    is now. A server can hide what it saw; this no server is asked for."""
+def _stated(
+    record: Trail | Ledger, own: Witness, peer: str, peer_keys: tuple[bytes, ...], receipts: list[bytes]
+) -> bytes:
+    """The statement of this site's `record`, for the `peer`. Raises ProtocolError where the site, its `own` witness,
+    knows of rows that it lacks, which no peer can hide, or where the receipts of the peer do not fit it."""
+    record.check_holds(*own.seen(record.chain.public_key))
+    stated = record.statement(_check_shown(record, peer, peer_keys, receipts))
     chain = record.chain
-    record.check_holds(*own.seen(chain.public_key))
-    own.keep(chain.public_key, chain.length, chain.head)
+    own.keep(chain.public_key, chain.length, chain.head)  # after the statement, with which all rows are on the disk
+    return stated
 
 
 def _check_shown(record: Trail | Ledger, peer: str, witness_keys: tuple[bytes, ...], receipts: list[bytes]) -> int:

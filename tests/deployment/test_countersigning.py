@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployment_world import NOW, World
@@ -17,7 +18,7 @@ from secure_fvi.deployment.countersigning import answer, countersign, open_ledge
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import install
 from secure_fvi.deployment.rotation import succeed
-from secure_fvi.deployment.trail import TRAIL, Trail
+from secure_fvi.deployment.trail import TRAIL, Exchange, JobEntry, Trail
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy import witness
@@ -139,6 +140,34 @@ def test_a_backup_that_the_server_covers_up_is_refused_by_the_silo(
     whole = SEEN in old
     with nullcontext() if whole else pytest.raises(ProtocolError, match=f"the {what} of silo 'north' was rolled back"):
         meet(met)
+
+
+def test_what_a_site_keeps_of_its_log_is_on_the_disk_first(met: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of exchanges may be lost to a power cut until they are synced; were they counted before, the log would be
+    called an old copy. The control: they are not synced when the server asks."""
+    north, keep, seen = met.homes["north"], witness.Witness.keep, list[int]()
+    with closing(open_trail(north)) as trail:
+        trail.job(JobEntry("job", bytes(32), bytes(32), bytes(32), bytes(32), accepted=True))
+        trail.exchanges("job", [Exchange("hub", "broadcast", b"question", b"answer")])
+        assert trail._unsynced == 1
+
+        def kept(self: witness.Witness, *how_far: Any) -> None:
+            seen.append(trail._unsynced)
+            keep(self, *how_far)
+
+        monkeypatch.setattr(witness.Witness, "keep", kept)
+        message = countersigning._CODEC.pack(_shown(met.homes["hub"], north))
+        answer(north, trail, "hub", message)
+    assert seen == [0, 0]  # of log and ledger
+
+
+def _shown(hub: Home, site: Home) -> countersigning.Seen:
+    """What an honest server shows of a site."""
+    key, found = site.identity().public_key, []
+    for kind in (TRAIL, LEDGER):
+        with closing(SqliteStore(hub.seen_file)) as store:
+            found.append([witness.Witness("hub", hub.identity(), store, kind).receipt(key)])
+    return countersigning.Seen(*found)
 
 
 def test_a_ledger_that_is_gone_is_missed_where_the_server_hides_that_it_saw_one(met: World) -> None:
