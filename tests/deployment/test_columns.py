@@ -258,6 +258,22 @@ def test_how_often_and_against_how_long_a_list_a_site_is_matched(world: World, t
         job.run("second")
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_job_is_matched_once_whatever_became_of_its_folder(world: World, tmp_path: Path, gone: bool) -> None:
+    """The site's log has that it was: a folder that is gone, or of before, would have it matched under another key. The
+    control is one that is there."""
+    job, hub, home = ColumnsJob(world, tmp_path, alignment=MATCHED), world.homes["hub"], world.homes["east"]
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+    for again in (False, True):
+        with closing(Site(home, Local())) as site:
+            met(hub, site)
+            site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
+            assert (site._job._matching is None) is (again and gone)  # type: ignore[union-attr]
+            assert site._stand().phase == "joining"  # for who asks how it stands before people are known
+        if gone:
+            shutil.rmtree(home.state_folder)
+
+
 def test_explain_says_how_many_identifiers_all_others_test(world: World, tmp_path: Path) -> None:
     """`largest` bounds each list. The control: files in one order, where nobody's list is tested against another."""
     found, other = (
