@@ -8,7 +8,7 @@
     accepted.json        which roster is in force: older ones are refused
     policy.toml          what this site accepts; edited here and nowhere else
     ledger.sqlite, audit-log.sqlite   its records
-    seen.sqlite, state/  what it saw of others' records, and its parties' state
+    seen.sqlite, state/  what it saw of others' records, and of its own; its parties' state
     state.key            seals that state
     going.json           while a process serves jobs: the round of the one that runs, and who is waited for
     lock                 held by the one process that serves or runs jobs
