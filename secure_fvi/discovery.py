@@ -6,6 +6,7 @@ looking at a record.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -15,7 +16,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from pyro.distributions import Delta, Independent, LKJCholesky, MaskedDistribution, Unit, VonMises
+from pyro.distributions import (
+    Delta,
+    Independent,
+    LKJCholesky,
+    MaskedDistribution,
+    SineBivariateVonMises,
+    Unit,
+    VonMises,
+    ZeroInflatedDistribution,
+)
 from pyro.distributions.torch_distribution import ExpandedDistribution, TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
@@ -138,22 +148,30 @@ class Discovery(Messenger):  # type: ignore[misc]
 
     def _latent(self, msg: Any, plate_dim: int) -> None:
         fn, name = msg["fn"], msg["name"]
-        if fn.has_enumerate_support or getattr(fn.support, "is_discrete", False):
-            self._discrete(msg, plate_dim)
-            return
+        with contextlib.suppress(NotImplementedError):  # of what has no support, which is refused below
+            if fn.has_enumerate_support or getattr(fn.support, "is_discrete", False):
+                self._discrete(msg, plate_dim)
+                return
         inner = fn
         while hasattr(inner, "base_dist"):
+            if isinstance(inner, ZeroInflatedDistribution):
+                raise InputError(
+                    f"latent site '{name}' is 0 itself with a probability ({kind_of(inner)}), which no density has; "
+                    "write a prior that is narrow around 0, such as Laplace or a horseshoe"
+                )
             masked_inside = inner is not fn and isinstance(inner, MaskedDistribution)
             if masked_inside:
                 raise InputError(f"latent site '{name}' has a mask inside to_event; write .to_event(...).mask(...)")
             inner = inner.base_dist
         if isinstance(inner, Delta):
             raise InputError(f"latent site '{name}' is a point (Delta); write pyro.deterministic")
-        if isinstance(inner, VonMises):  # by its support it is a real number, and has its density every 2 pi again
+        # By its support it is a real number, and has its density every 2 pi again.
+        if isinstance(inner, VonMises | SineBivariateVonMises):
             raise InputError(
-                f"latent site '{name}' is an angle (VonMises), which has no end; write Uniform(a, a + 2 pi), with a "
-                "far from where the data are, and what the prior adds as a pyro.factor"
+                f"latent site '{name}' is an angle ({kind_of(inner)}), which has no end; write Uniform(a, a + 2 pi), "
+                "with a far from where the data are, and what the prior adds as a pyro.factor"
             )
+        _check_unconstrained(name, fn)
         given = self.model.start.get(name)
         if given is None:
             value, unconstrained = self._centred(name, fn)
@@ -255,6 +273,35 @@ def _check_kind(msg: Any) -> None:
         )
 
 
+#: What to write in place of a latent that no map from unconstrained numbers reaches.
+_DIRECTION = "write it as n / n.norm(dim=-1, keepdim=True) of Normal numbers n, by pyro.deterministic"
+_INSTEAD = {
+    "Wishart": "write its factor as sds times correlations, sd.unsqueeze(-1) * LKJCholesky(d, 1), with a prior of each",
+    "ProjectedNormal": _DIRECTION,
+    "VonMises3D": _DIRECTION,
+}
+
+
+def _check_unconstrained(name: str, fn: Any) -> None:
+    """Raises InputError, with what to write, where a support has no map from unconstrained numbers or a distribution no
+    density."""
+    try:
+        transform = biject_to(fn.support)
+        zero = torch.zeros(transform.inverse_shape(fn.shape()))
+        if bool(torch.isfinite(transform(zero)).all()):
+            fn.log_prob(transform(zero))
+            return
+        why = f"has a support with no end, {fn.support}, whose middle is no number"
+    except NotImplementedError:
+        why = "has no density, or a support that is not made of unconstrained numbers"
+    by_factor = (
+        "write ImproperUniform(constraints.real, (), ()) in its place, or constraints.positive or what else it has, "
+        "and what the prior says as a pyro.factor"
+    )
+    kind = kind_of(fn)
+    raise InputError(f"latent site '{name}' ({kind}) {why}; {_INSTEAD.get(kind, by_factor)}")
+
+
 def _centre(fn: Any) -> Tensor | None:
     """The prior mean, median, or median of draws: the first that is a finite place to start from inside the support. Of
     correlations, whose mean none of them is, that they are none."""
@@ -269,16 +316,23 @@ def _centre(fn: Any) -> Tensor | None:
             torch.manual_seed(0)
             return fn.sample((_MEDIAN_DRAWS,)).median(0).values
 
-    for attempt in (lambda: fn.mean, lambda: fn.icdf(torch.full(fn.shape(), 0.5)), drawn):
+    def unconstrained() -> Tensor:  # of a support in which the median of each number need not lie, as on a simplex
+        transform = biject_to(fn.support)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            centre: Tensor = transform(transform.inv(fn.sample((_MEDIAN_DRAWS,))).median(0).values)
+        return centre
+
+    for attempt in (lambda: fn.mean, lambda: fn.icdf(torch.full(fn.shape(), 0.5)), drawn, unconstrained):
         try:
             value: Tensor = attempt().detach().expand(fn.shape()).clone()
         except (NotImplementedError, AttributeError):
             continue
         if not bool(torch.isfinite(value).all()) or not bool(fn.support.check(value).all()):
             continue
-        unconstrained = biject_to(fn.support).inv(value)
-        near = unconstrained.shape == value.shape and torch.equal(unconstrained, value)
-        if near or bool((unconstrained.abs() <= _FARTHEST_START).all()):
+        at = biject_to(fn.support).inv(value)
+        near = at.shape == value.shape and torch.equal(at, value)
+        if near or bool((at.abs() <= _FARTHEST_START).all()):
             return value
     return None
 

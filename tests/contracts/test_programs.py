@@ -295,6 +295,49 @@ def angle_without_end(y: Tensor) -> None:
     _observe(y, pyro.sample("mu", dist.VonMises(0.0, 1.0)).cos())
 
 
+#: Priors that no map from unconstrained numbers reaches, or that are more than a density; and what to write instead.
+NO_PRIORS: dict[str, Callable[[], Any]] = {
+    "(Wishart) .* LKJCholesky": lambda: dist.Wishart(torch.tensor(5.0), torch.eye(2)),
+    "(ProjectedNormal) .* n / n.norm": lambda: dist.ProjectedNormal(torch.ones(2)),
+    "(VonMises3D) .* n / n.norm": lambda: dist.VonMises3D(torch.ones(3)),
+    "is an angle (SineBivariateVonMises)": lambda: dist.SineBivariateVonMises(
+        *torch.zeros(2), *torch.ones(2), torch.tensor(0.1)
+    ),
+    "(MixtureSameFamily) .* ImproperUniform(constraints.real": lambda: dist.MixtureSameFamily(
+        dist.Categorical(torch.ones(2)), dist.Normal(torch.arange(2.0), 1.0)
+    ),
+    "(GaussianScaleMixture) .* ImproperUniform(": lambda: dist.GaussianScaleMixture(*[torch.ones(2)] * 3),
+    "(GeneralizedPareto) has a support with no end": lambda: dist.GeneralizedPareto(0.0, 1.0, 0.1),
+    "is 0 itself with a probability (ZeroInflatedDistribution)": lambda: dist.ZeroInflatedDistribution(
+        dist.Normal(0.0, 1.0), gate=torch.tensor(0.3)
+    ),
+}
+
+
+@pytest.mark.parametrize("said", NO_PRIORS)
+def test_a_prior_that_cannot_be_is_answered_with_what_to_write(said: str) -> None:
+    def program(y: Tensor) -> None:
+        _observe(y, pyro.sample("g", NO_PRIORS[said]()).sum())
+
+    with pytest.raises(InputError, match=".*".join(map(re.escape, said.split(" .* ")))):
+        build(sf.FederatedModel(program, record_plate="r"), PLAIN, compile=False)
+
+
+def test_what_is_to_be_written_for_a_mixture_is_the_mixture() -> None:
+    """Two priors one of which is read: at one point both have the same density."""
+
+    def program(y: Tensor) -> None:
+        g = pyro.sample("g", dist.ImproperUniform(dist.constraints.real, (), ()))
+        pyro.factor("prior", NO_PRIORS["(MixtureSameFamily) .* ImproperUniform(constraints.real"]().log_prob(g))
+        _observe(y, g)
+
+    with pytest.warns(SecureFVIWarning, match="no finite centre"):
+        problem: Any = build(sf.FederatedModel(program, record_plate="r"), PLAIN, compile=False).program
+    at = torch.tensor([0.3], dtype=torch.float64)
+    mixture = torch.logsumexp(dist.Normal(torch.arange(2.0), 1.0).log_prob(at) - math.log(2), -1)
+    torch.testing.assert_close(problem.problem.density.log_prior(at, {}), mixture.double())
+
+
 @mistake("site 'b' does not reach the likelihood")
 def detaches_a_record_latent(y: Tensor) -> None:
     mu = _level()
