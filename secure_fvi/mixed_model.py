@@ -470,6 +470,7 @@ class Program:
             lambda eta, y, data: student_slopes(eta, y, sigma, nu),
             MORE_STEPS,
             sigma**-2,
+            flat=True,
         )
 
     def _cuts(self, like: Tensor) -> Tensor:
@@ -1371,6 +1372,7 @@ class Given(NamedTuple):
     steps: int = STEPS
     information: Tensor | float = 0.2  # about, of a row in eta
     quadratic: bool = False  # whether the logarithm of the density is, in eta
+    flat: bool = False  # whether it is all but level far from y, so that a step from there leads nowhere
 
 
 def binomial_kernel(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> Tensor:
@@ -1426,6 +1428,8 @@ def student_slopes(eta: Tensor, y: Tensor, sigma: Tensor, nu: Tensor) -> tuple[T
 _FAR = 1e6
 #: Longest Newton step, in prior sds of the effects, and at how many times that it is looked how far to go.
 _LONGEST, _ALONG = 3.0, (0.0, 1 / 16, 1 / 4, 1.0, 4.0, 32.0)
+#: Rows by each of which alone it is looked where to begin, where the density is level far off.
+_FIRST = 8
 
 
 def marginal(
@@ -1470,6 +1474,22 @@ class _Rows(NamedTuple):
         eye = torch.eye(eps.shape[-1], dtype=eps.dtype, device=eps.device)
         return down, torch.linalg.cholesky_ex(eye + self.design.mT @ (curve.unsqueeze(-1) * self.design))[0]
 
+    def begun(self) -> Tensor:
+        """Where the integrand is the largest of what would be its mode if the density were normal, by all rows, and by
+        each of the first alone, (N, d): near enough to the y of some rows, where most are."""
+        off = self.y - self.eta
+        curve = self.given.slopes(self.eta, self.y, self.data)[1].detach() * self.weights
+        pull = self.design * (curve * off).unsqueeze(-1)
+        alone = pull / (1 + (self.design.square().sum(-1) * curve)).unsqueeze(-1)
+        zero = self.design.new_zeros(self.design[..., 0, :].shape)
+        together = _solved(self.curved(zero)[1], pull.sum(-2))
+        tried = torch.cat([together.unsqueeze(-2), alone[..., :_FIRST, :]], -2)  # (N, C, d)
+        at = self.eta.unsqueeze(-2) + (self.design.unsqueeze(-3) * tried.unsqueeze(-2)).sum(-1)
+        data = {name: value.unsqueeze(-2) if name in ADDITIONS else value for name, value in self.data.items()}
+        found = (self.given.kernel(at, self.y.unsqueeze(-2), data).detach() * self.weights.unsqueeze(-2)).sum(-1)
+        best = (found - 0.5 * tried.square().sum(-1)).argmax(-1, keepdim=True)
+        return torch.take_along_dim(tried, best.unsqueeze(-1), -2).squeeze(-2)
+
     def how_far(self, eps: Tensor, move: Tensor) -> Tensor:
         """At which of `_ALONG` times `move` (N, d) from `eps` the integrand is the largest, (N,)."""
         times = self.eta.new_tensor(_ALONG)
@@ -1496,7 +1516,7 @@ def _around(rows: _Rows) -> tuple[Tensor, Tensor]:
     nothing, and far above it a step makes the mean e times less, however far it is.
     """
     design, quadratic = rows.design, rows.given.quadratic
-    eps = design.new_zeros((*design.shape[:-2], design.shape[-1]))
+    eps = rows.begun() if rows.given.flat else design.new_zeros((*design.shape[:-2], design.shape[-1]))
     for _ in range(1 if quadratic else rows.given.steps):
         slope, lower = rows.curved(eps)
         move = _solved(lower, slope)

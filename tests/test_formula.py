@@ -701,11 +701,12 @@ def densely(given: Any, eta: torch.Tensor, sd: float, y: torch.Tensor, data: dic
     return torch.logsumexp(term, 0) + torch.log(axis[1] - axis[0])
 
 
-def quadrature_error(family: str, sd: float, base: float) -> float:
+def quadrature_error(family: str, sd: float, base: float, **more: float) -> float:
     """Largest of 8 records of 4 rows, in nats, whose effects are drawn from a normal of this sd."""
     response = {"bernoulli": "y", "ordinal": "grade", "binomial": "count | trials(n)"}
     of = model(response.get(family, "count" if family != "student" else "pressure") + " ~ 1 + (1 | child)", family)
     values = {"shape": 2.0, "cut": -1.0, "log_gaps": [0.4, 0.4], "sigma": 0.5, "nu": 4.0}
+    values.update(more)
     sites = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
     given = pyro.condition(of.fn._observed, data=sites)(torch.zeros((), dtype=torch.float64))  # type: ignore[attr-defined]
     torch.manual_seed(1)
@@ -722,6 +723,31 @@ def quadrature_error(family: str, sd: float, base: float) -> float:
 def test_quadrature_is_right_for_effects_of_any_size(family: str, sd: float) -> None:
     bases = (0.0, 5.0) if family in ("poisson", "negbinomial") else (0.0,)
     assert max(quadrature_error(family, sd, base) for base in bases) < (0.01 if sd == 10 else 0.003)
+
+
+@pytest.mark.parametrize(("sd", "sigma"), [(20.0, 0.5), (20.0, 0.1), (3.0, 0.1)])
+def test_a_student_likelihood_is_integrated_where_the_rows_are(
+    monkeypatch: pytest.MonkeyPatch, sd: float, sigma: float
+) -> None:
+    """It is all but level far from them: from the middle of the effects no step leads there, by tens of nats."""
+    assert quadrature_error("student", sd, 0.0, sigma=sigma) < 0.001
+    monkeypatch.setattr(mixed_model._Rows, "begun", lambda rows: torch.zeros_like(rows.design[..., 0, :]))
+    assert quadrature_error("student", sd, 0.0, sigma=sigma) > 10
+
+
+def test_two_effects_of_a_student_likelihood_are_integrated_where_the_rows_are() -> None:
+    """Against the normal that it is with so many degrees of freedom."""
+    torch.manual_seed(3)
+    design, noise, sigma = 20 * torch.randn(6, 4, 2).double(), torch.randn(6, 4).double(), 0.1
+    y = (design * torch.randn(6, 1, 2)).sum(-1) + sigma * noise
+    of = model("pressure ~ 1 + (1 | child)", "student")
+    sites = {"sigma": torch.tensor(sigma).double(), "nu": torch.tensor(1e7).double()}
+    given = pyro.condition(of.fn._observed, data=sites)(torch.zeros((), dtype=torch.float64))  # type: ignore[attr-defined]
+    found = marginal(torch.zeros_like(y), design, y, torch.ones_like(y), {}, given)
+    normal = torch.distributions.MultivariateNormal(
+        torch.zeros(4).double(), design @ design.mT + sigma**2 * torch.eye(4).double()
+    )
+    torch.testing.assert_close(found, normal.log_prob(y), atol=1e-3, rtol=0.0)
 
 
 def test_without_a_look_along_the_way_newtons_steps_miss_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
