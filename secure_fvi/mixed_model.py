@@ -807,6 +807,8 @@ def glmm(
     parsed = parse(formula)
     for option, names in (("shared", shared), ("local", local)):
         _check_groups(option, names, parsed)
+    if both := [name for name in local if name in shared or dictionary[name].shared]:
+        raise InputError(f"'{both[0]}' is both shared and local: its groups span silos, or are others at each")
     fixed = Design(parsed.fixed, formula, dictionary)
     terms = tuple(_placed(parsed, dictionary, shared, record))
     _check_most(most or {}, terms)

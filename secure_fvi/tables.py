@@ -127,6 +127,11 @@ GAP = "a gap"
 _AGAIN = "an id of an earlier row"
 
 
+def is_nested(kind: str) -> bool:
+    """Whether a column of this type of DuckDB's holds lists, structures or bytes."""
+    return _NESTED.fullmatch(kind) is not None
+
+
 def decimal_comma(text: str) -> str:
     """SQL for whether a text is a number with a comma in it."""
     return _DECIMAL.format(text=text)
@@ -258,6 +263,8 @@ def remedy(findings: Iterable[Finding]) -> str:
         )
     if _UNREADABLE["boolean"] in found:
         return "; truth values are true and false: levels that say otherwise are of cells that are text"
+    if _UNREADABLE["date"] in found:
+        return "; a date is written 2024-12-31: where a time of day follows, the first 10 characters are its day"
     if _UNREADABLE["id"] in found:
         return "; write ids as text or as whole numbers"
     for what, cure in ((_OUTSIDE, "widen low or high"), (_UNREADABLE["category"], "add it to levels")):
@@ -333,7 +340,7 @@ def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded
             if alike := [n for n in table.types if n.lower() == name.lower()]:
                 hint = f"; there is '{alike[0]}', in other letters: write it so in the dictionary, or rename it"
             raise DataError(f"the table has no column '{name}'{hint}")
-        if _NESTED.fullmatch(table.types[name]):
+        if is_nested(table.types[name]):
             raise DataError(f"column '{name}' holds lists, structures or bytes; take them apart in the query")
     dictionary.check_reviewed(wanted)
     values, status = _fetched(table, {name: dictionary[name] for name in wanted})

@@ -1399,6 +1399,7 @@ SLIPS = [
     ({"dictionary": [1]}, "dictionary is a path, a Dictionary or a dict of columns, not list"),
     ({"shared": "region"}, "shared='region' must be a list of columns, such as shared=['region']"),
     ({"local": ("wards",)}, "local: 'wards' names no groups in the formula; did you mean 'ward'?"),
+    ({"local": ["ward"], "shared": ["ward"]}, "'ward' is both shared and local"),
     ({"priors": [1]}, "priors is a dict by name"), ({"family": ["poisson"]}, "family '['poisson']' is not there"),
     ({"dictionary": Dictionary({**COLUMNS, "ward": Column("category", ("a",), review="look")})}, "in 'ward' (look)"),
 ]  # fmt: skip

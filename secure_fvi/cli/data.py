@@ -131,7 +131,8 @@ def check(
             others = [name for name in held.types if name not in dictionary.columns]
         if not found.read:
             raise DataError("it has no rows")
-    click.echo(f"{found.read} rows, {len(dictionary.columns)} columns in the dictionary {dictionary.digest.hex()[:16]}")
+    read = f"{found.read} row{'s' * (found.read != 1)}"
+    click.echo(f"{read}, {len(dictionary.columns)} columns in the dictionary {dictionary.digest.hex()[:16]}")
     if model is not None:
         click.echo(f"of these the formula uses {', '.join(used)}, with family {model.family}")
     if others:
@@ -239,8 +240,10 @@ def _draft(table: Opened, name: str, cell: str, codes: tuple[str, ...] = _CODES)
     """A column as it seems. What the cells are is seen by DuckDB; levels, ends of ranges and codes for missing values
     alone come out."""
     from secure_fvi.dictionary import DATE, Column
-    from secure_fvi.tables import decimal_comma
+    from secure_fvi.tables import decimal_comma, is_nested
 
+    if is_nested(table.types[name]):
+        return Column("id", review="lists, structures or bytes, of which no kind is: take them apart in a query")
     text = f"trim(CAST({cell} AS VARCHAR))"
     listed, words = (", ".join(f"'{code}'" for code in some) for some in (codes, _WORDS))
     parsed = f"TRY_CAST({text} AS DOUBLE)"
@@ -330,7 +333,7 @@ def _form(about: Mapping[str, Any], name: str) -> str:
         day = _by_query(name, first)
         return f"times of day, which no kind has: where the day is enough, as it is written, take it {day}"
     if about["clocks"] == cells or about["halves"] == cells:
-        span = f"CAST({_name(name)} AS INTERVAL)"
+        span = f"CAST(CAST({_name(name)} AS VARCHAR) AS INTERVAL)"
         if about["halves"]:
             span = f"CAST(strptime({_name(name)}, '%I:%M %p') AS TIME)"
         hours = _by_query(name, f"epoch({span}) / 3600")

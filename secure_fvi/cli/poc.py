@@ -328,6 +328,7 @@ def _job(
     from secure_fvi.runs import wording
     from secure_fvi.runs.config import override, parse
     from secure_fvi.runs.federation import check_files_differ
+    from secure_fvi.runs.options import chosen
 
     table: dict[str, Any] = {
         "model": dict(model),
@@ -341,6 +342,7 @@ def _job(
     for text in overrides:
         override(table, text)
     config = parse(table, "the job")
+    chosen(config)
     check_files_differ(config.silo)
     if config.model.function is not None:
         path, _, name = config.model.function.rpartition(":")

@@ -145,7 +145,7 @@ def test_ids_are_not_drafted_as_numbers_without_a_word(folder: Path, capsys: pyt
 #: A column's cells in turn, the kind that they are drafted as, its codes for missing values, and what is asked.
 WRITTEN: list[tuple[list[str], str, tuple[str, ...], str]] = [
     (["08:30", "12:00", "23:15", "00:10"], "id", (), "times of day or durations"),
-    (["8:30:05", "25:10:00", "112:00:59"], "id", (), "epoch(CAST("),
+    (["8:30:05", "25:10:00", "112:00:59"], "id", (), "epoch(CAST(CAST("),
     (["8:30 AM", "11:05 pm"], "id", (), "strptime("),
     (["2024-01-05T08:30:00Z", "2024-01-06T00:00:00+02:00"], "id", (), "where the day is enough"),
     (["2024-01-05T00:00", "2024-12-06"], "date", (), ""),
@@ -187,6 +187,18 @@ def test_a_draft_is_right_or_asks_however_a_column_is_written(folder: Path, caps
     read_coded(folder / "w.csv", read_dictionary(folder / "w.toml"), missing="drop")
 
 
+def test_a_date_with_a_time_of_day_is_answered_with_the_remedy(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "d.csv").write_text("x\n2020-01-01T08:30\n2020-01-02\n")
+    (folder / "d.toml").write_text(Dictionary({"x": Column("date", low=0, high=20000)}).to_toml())
+    code, _, said = run(capsys, "check", "d.csv", "--dictionary", "d.toml")
+    assert (code, "the first 10 characters are its day" in said) == (2, True)
+    assert (
+        run(capsys, "check", "d.csv", "--dictionary", "d.toml", "--query", "SELECT left(x, 10) AS x FROM data")[0] == 0
+    )
+
+
 def test_what_a_draft_says_to_write_is_a_cure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "w.csv").write_text("a;b;c;d;e\n8:30;1:30 PM;1.137,50;1 137;70 kg\n25:00;2:00 AM;12,5;12;81.5 kg\n")
     run(capsys, "describe", "w.csv", "--output", "w.toml")
@@ -195,6 +207,13 @@ def test_what_a_draft_says_to_write_is_a_cure(folder: Path, capsys: pytest.Captu
         query = re.findall("SELECT .* FROM data", column.review)[0]
         coded = read_coded(folder / "w.csv", Dictionary({name: Column("number")}), query)
         assert list(coded.columns[name]) == found[name]
+    typed = "SELECT TIME '08:30' AS a, [1, 2] AS b FROM data"
+    run(capsys, "describe", "w.csv", "--query", typed, "--output", "t.toml")
+    drafted = read_dictionary(folder / "t.toml")
+    again = re.findall(r"REPLACE \(.*?\) FROM", drafted["a"].review)[0]
+    query = f"SELECT * {again} ({typed})"
+    assert read_coded(folder / "w.csv", Dictionary({"a": Column("number")}), query).columns["a"][0] == 8.5
+    assert "take them apart" in drafted["b"].review
 
 
 def test_what_a_draft_can_only_guess_is_left_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

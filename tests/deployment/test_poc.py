@@ -60,6 +60,8 @@ def test_a_plan_is_of_a_job_that_can_be(tmp_path: Path) -> None:
     assert refused.exit_code
     assert not refused.output
     assert "no column 'bpp'; did you mean 'bp'?" in str(refused.exception)
+    wrong = CliRunner().invoke(cli, [*words, "--formula", "bp ~ 1", "--set", "algorithm.name=pvj"])
+    assert "did you mean 'pvi'?" in str(wrong.exception)
     done = CliRunner().invoke(cli, [*words, "--formula", "bp ~ 1"])
     assert done.exit_code == 0
     assert "`a$ ...` is typed at a" in done.output
