@@ -57,13 +57,15 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
     place. What is guessed (the order of levels, ids, codes for missing values) has a line 'review' that says so, and is
     not used until somebody has looked at it and deleted that line.
     """
-    from secure_fvi.dictionary import Dictionary
+    from secure_fvi.dictionary import NUMBER, Dictionary
     from secure_fvi.errors import DataError, InputError
     from secure_fvi.tables import opened
 
     with _about(table), opened(_files(table, tables), query) as found:
         if not found.fetch(f"SELECT 1 AS one FROM {found.rows} LIMIT 1")["one"].size:
             raise DataError("it has no rows, and a dictionary is drafted from what stands in them")
+        if all(re.fullmatch(NUMBER, name) for name in found.types):
+            raise DataError("all names of columns are numbers: is its first line a record? Put one with names above it")
         drafted = {name: _draft(found, name, f"c{i}") for i, name in enumerate(found.types)}
     text = Dictionary(drafted).to_toml(blank=("unit",))
     click.echo(

@@ -187,6 +187,14 @@ def test_a_draft_is_right_or_asks_however_a_column_is_written(folder: Path, caps
     read_coded(folder / "w.csv", read_dictionary(folder / "w.toml"), missing="drop")
 
 
+def test_a_record_is_no_line_of_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "n.csv").write_text("1,2.5\n3,4.5\n")
+    code, out, said = run(capsys, "describe", "n.csv")
+    assert (code, out, "is its first line a record" in said) == (2, "", True)
+    (folder / "n.csv").write_text("id,2001\n3,4.5\n")
+    assert run(capsys, "describe", "n.csv")[0] == 0
+
+
 def test_a_date_with_a_time_of_day_is_answered_with_the_remedy(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

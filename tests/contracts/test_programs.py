@@ -323,6 +323,17 @@ def test_a_prior_that_cannot_be_is_answered_with_what_to_write(said: str) -> Non
         build(sf.FederatedModel(program, record_plate="r"), PLAIN, compile=False)
 
 
+def test_a_prior_on_a_simplex_has_a_centre_to_start_from() -> None:
+    """The medians of its numbers sum to less than 1; it was said to have none, with an advice of no use."""
+
+    def program(y: Tensor) -> None:
+        _observe(y, pyro.sample("g", dist.LogisticNormal(torch.ones(2), torch.ones(2))).max())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SecureFVIWarning)
+        build(sf.FederatedModel(program, record_plate="r"), PLAIN, compile=False)
+
+
 def test_what_is_to_be_written_for_a_mixture_is_the_mixture() -> None:
     """Two priors one of which is read: at one point both have the same density."""
 
