@@ -12,7 +12,7 @@ For models that say that f is concave in Z_S (`FederatedModel.concave`): one mod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from secure_fvi.objective import SiloFunction, SiloGradient
 UP_TO = 64
 #: Newton's steps from where the last draws' modes say that this one's is, and from elsewhere; the shares of one that
 #: are tried before none is taken.
-STEPS, _FROM_AFAR, _SHARES = 1, 12, (1.0, 0.4, 0.1)
+STEPS, FROM_AFAR, SHARES = 1, 12, (1.0, 0.4, 0.1)
 
 
 def eliminates(problem: Problem) -> bool:
@@ -59,7 +59,7 @@ def curved(joint: Joint, z_silo: Tensor, z_global: Tensor) -> Curved:
 
 
 def to_mode(joint: Joint, start: Tensor, z_global: Tensor, steps: int) -> tuple[Tensor, Curved]:
-    """The mode in Z_S (n,) near enough that one more of Newton's steps is exact to rounding, by the best of `_SHARES`
+    """The mode in Z_S (n,) near enough that one more of Newton's steps is exact to rounding, by the best of `SHARES`
     of each; and `curved` there. From `start`, or from 0 where that is likelier: what `start` is derived from may hold
     at another Z_G alone."""
     at, height = start, joint(start, z_global).nan_to_num(nan=-math.inf)
@@ -67,7 +67,7 @@ def to_mode(joint: Joint, start: Tensor, z_global: Tensor, steps: int) -> tuple[
     found = curved(joint, at, z_global)
     for _ in range(steps):
         step = _solved(found.lower, found.slope)
-        tried = torch.stack([at + share * step for share in _SHARES])
+        tried = torch.stack([at + share * step for share in SHARES])
         at, height = _likelier(joint, z_global, at, height, tried)
         found = curved(joint, at, z_global)
     return at, found
@@ -76,8 +76,15 @@ def to_mode(joint: Joint, start: Tensor, z_global: Tensor, steps: int) -> tuple[
 def _likelier(joint: Joint, z_global: Tensor, at: Tensor, height: Tensor, tried: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest of `at` and `tried` (k, n), and how likely it is."""
     heights = over_draws(lambda z: joint(z, z_global), tried).nan_to_num(nan=-math.inf)
-    for other, its in zip(tried.unbind(), heights.unbind(), strict=True):
-        at, height = torch.where(its > height, other, at), torch.where(its > height, its, height)
+    return likeliest(at, height, tried.unbind(), heights.unbind())
+
+
+def likeliest(at: Tensor, height: Tensor, tried: Iterable[Tensor], heights: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of places (..., n) and others, those with the largest heights (...), the first of equal ones, and these."""
+    # Comparisons cost a tenth of argmax along so short an axis.
+    for other, its in zip(tried, heights, strict=True):
+        higher = its > height
+        at, height = torch.where(higher[..., None], other, at), torch.where(higher, its, height)
     return at, height
 
 
@@ -155,5 +162,5 @@ def _slopes(
 
 def at_mean(density: LogDensity, mean: Tensor, theta: Params, silo: Params, rows: Params, weights: Tensor) -> Params:
     """q(Z_S | Z_G) around that mean of Z_G, from parameters that are relative to it."""
-    at, found = to_mode(joint_of(density, theta, rows, weights), silo["loc"][0], mean, _FROM_AFAR)
+    at, found = to_mode(joint_of(density, theta, rows, weights), silo["loc"][0], mean, FROM_AFAR)
     return silo_params(at, found, silo)

@@ -45,6 +45,7 @@ from secure_fvi.algorithms.weighing import (
     CLOSE,
     UP_TO_NATS,
     Part,
+    Points,
     Weigher,
     elsewhere,
     errors,
@@ -147,9 +148,18 @@ class Found(NamedTuple):
     along: float = 1.0  # largest ratio of a dimension's sd along the final sum's lines to that of the draws
 
     @property
+    def worst_khat(self) -> float:
+        return max(self.khat, self.khat_sd)
+
+    @property
+    def reach(self) -> bool:
+        """Whether draws are as wide as the posterior along each dimension."""
+        return self.along <= _ALONG
+
+    @property
     def easy(self) -> bool:
         """Whether another sum would better little."""
-        return max(self.khat, self.khat_sd) < EASY and max(self.mean_error, self.sd_error) < self.precise / math.sqrt(2)
+        return self.worst_khat < EASY and max(self.mean_error, self.sd_error) < self.precise / math.sqrt(2)
 
     @property
     def few(self) -> bool:
@@ -167,10 +177,10 @@ class Found(NamedTuple):
         """Why these draws are no answer; None: they are."""
         largest = min(LARGEST_KHAT, 1 - 1 / math.log10(max(len(self.weights), 11)))
         if not self.khat < largest or not self.khat_sd < largest:
-            return f"Pareto k-hat of its weights is {max(self.khat, self.khat_sd):.2f} (over {largest:.2f})"
+            return f"Pareto k-hat of its weights is {self.worst_khat:.2f} (over {largest:.2f})"
         if self.missed:
             return f"its draws miss {self.missed}"
-        if not self.along <= _ALONG:
+        if not self.reach:
             return (
                 f"along one dimension the posterior's sd is {self.along:.3g} times that of its draws, which miss a "
                 "tail there"
@@ -224,8 +234,7 @@ class Refining(NamedTuple):
         found = self.found
         if not self.sound or (self.checks and found.agrees):
             return None
-        khat = max(found.khat, found.khat_sd)
-        return Refined(self.z, found.weights, khat, found.ess, found.log_evidence, found.integration_error)
+        return Refined(self.z, found.weights, found.worst_khat, found.ess, found.log_evidence, found.integration_error)
 
     @property
     def done(self) -> bool:
@@ -246,7 +255,7 @@ class Refining(NamedTuple):
         found = self.found
         return (
             f"{len(found.weights)} draws near q, weighed by the likelihood of all records, are the result: Pareto "
-            f"k-hat {max(found.khat, found.khat_sd):.2f}, effective sample size {found.ess:.0f}, means known to "
+            f"k-hat {found.worst_khat:.2f}, effective sample size {found.ess:.0f}, means known to "
             f"{found.mean_error:.2g} sds"
         )
 
@@ -255,7 +264,7 @@ class Refining(NamedTuple):
             return {}
         found = self.found
         numbers = {
-            "refined_sums": float(self.sums), "khat": max(found.khat, found.khat_sd), "ess": found.ess,
+            "refined_sums": float(self.sums), "khat": found.worst_khat, "ess": found.ess,
             "log_evidence": found.log_evidence, "integration_error": found.integration_error,
             "refined_mean_error_sd": found.mean_error, "refined_sd_error_log": found.sd_error,
         }  # fmt: skip
@@ -290,7 +299,7 @@ def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
     against = state.against()
     if against is None:
         return of_q._replace(details=details)
-    known = max(state.found.khat, state.found.khat_sd) < LARGEST_KHAT and state.found.along <= _ALONG  # means, and sds
+    known = state.found.worst_khat < LARGEST_KHAT and state.found.reach  # means, and sds
     doubts = bool(len(state.z)) and not (known and state.found.agrees)
     own = {"": _REMEDY, ABSENT: "run it again"}.get(state.lost, "")
     remedy = "; ".join(part for part in (of_q.remedy, own) if part)
@@ -344,7 +353,7 @@ class Refiner:
 
     def sum(self, rounds: range, sent: Mapping[str, Tensor | tuple[int, ...]], *others: Block) -> Sum:
         """Of the phase that follows the final sum, whose broadcast is `sent`."""
-        when = Phase(rounds, MORE, range(MORE), ends=True, counts=False)
+        when = Phase(rounds, range(MORE), ends=True)
         shape = PARTS, 1 + self.n + self.n * (self.n + 1) // 2
         return Sum((self.block, *others), when, {**sent, PROPOSAL: shape}, scalars=(ITERATION,))
 
@@ -474,24 +483,25 @@ class Refiner:
         log_q = _log_of(q_part(q), state.z)
         of_q = [float(e.abs().max()) for e in errors(values, log_w, log_q - (state.joint - log_w))]
         moved, widened = self._moved(state, weights)
+        at = points(self.problem, q)
         return Found(
             weights, khat, max(tails(log_w, centred)), float(1 / weights.square().sum()), of_mean, of_sd,
             integration_error=self._integration_error(state, weights),
             log_evidence=state.at_mean + float(torch.logsumexp(log_w, 0)) - math.log(len(log_w)),
-            moved=moved, widened=widened, of_q=(of_q[0], of_q[1]), missed=self._missed(state, q, theta),
-            precise=precise(values.shape[1]), along=self._along(state, weights, q),
+            moved=moved, widened=widened, of_q=(of_q[0], of_q[1]), missed=self._missed(state, at, q, theta),
+            precise=precise(values.shape[1]), along=self._along(state, weights, at, q),
         )  # fmt: skip
 
-    def _along(self, state: Refining, weights: Tensor, q: Natural) -> float:
+    def _along(self, state: Refining, weights: Tensor, at: Points, q: Natural) -> float:
         """`Found.along`. A line goes through q's mean by what q makes of the others: along it log p(y, z) is the
         dimension's marginal, up to a constant, where the posterior is normal, or has independent dimensions; that of a
         scale of many is wider."""
         if self.n <= _BY_LINES:
             return 1.0
-        steps, first = lines_of(points(self.problem, q), state.seen)
+        steps, first = lines_of(at, state.seen)
         share = first.nan_to_num(nan=-math.inf).softmax(1)
-        at = share @ steps
-        wide = (share * (steps - at[:, None]).square()).sum(1).sqrt()
+        mean = share @ steps
+        wide = (share * (steps - mean[:, None]).square()).sum(1).sqrt()
         own = (weights @ (state.z - weights @ state.z).square()).sqrt() / q.stddev()
         return float((wide / own).max().nan_to_num(nan=math.inf))
 
@@ -511,9 +521,9 @@ class Refiner:
             widened = max(widened, float(torch.maximum(wide, 1 / wide).max()))
         return moved, widened
 
-    def _missed(self, state: Refining, q: Natural, theta: Params) -> str:
+    def _missed(self, state: Refining, at: Points, q: Natural, theta: Params) -> str:
         """`Found.missed`: what the final sum found, and no draw is near."""
-        at, own = points(self.problem, q), q_part(q)
+        own = q_part(q)
         for other in line_modes(at, state.seen, [own]):
             if not bool(_visits(own, other.z, state.z, state.joint - other.nats - state.seen[0]).any()):
                 return f"a mode near {named(self.problem, other.z, theta)}"

@@ -35,7 +35,16 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
-from secure_fvi.algorithms.eliminated import Joint, eliminates, joint_of, silo_params, to_mode
+from secure_fvi.algorithms.eliminated import (
+    FROM_AFAR,
+    SHARES,
+    Joint,
+    eliminates,
+    joint_of,
+    likeliest,
+    silo_params,
+    to_mode,
+)
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Layout, LogTerms, Site
@@ -87,9 +96,8 @@ _COMPONENTS = 8
 #: and steps in t, with sinh(t) sds of q(Z_L | Z_G) (Takahasi and Mori 1974). Right to 1% where that sd is 6 times too
 #: small or too large, of two latents 3 times.
 _GRIDS = {1: (32, 0.25), 2: (12, 0.6)}
-#: Newton's steps to where such a latent has its mode, their length at most, in sds there, and the shares of one that
-#: are tried before none is taken: of a logistic likelihood whole ones may go to and fro.
-_NEWTON, _STRIDE, _SHARES = 12, 5.0, (1.0, 0.4, 0.1)
+#: Length at most, in sds there, of Newton's steps to where such a latent has its mode.
+_STRIDE = 5.0
 #: More latents by draws, of two spreads in sds of q(Z_L | Z_G) by half, since that one may be too narrow, or beside the
 #: place; by fewer where those of records are nested in a silo's.
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
@@ -819,7 +827,7 @@ def _each(fn: Any, *args: Tensor) -> Any:
 def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Params:
     """`moments` (rows; n of 1 or 2) moved to where `log_density`, of rows (N, n) to (N,), has its mode at this Z_G, and
     scaled by the curvature there: q(Z_L | Z_G) may be far off where Z_G is far from q's mean. By Newton's steps, the
-    best of `_SHARES` of each; rows that are not curved downwards keep their scale, and such as run off keep all."""
+    best of `SHARES` of each; rows that are not curved downwards keep their scale, and such as run off keep all."""
     loc, log_scale = moments["loc"], moments["log_scale"]
     n, slope = loc.shape[-1], torch.func.grad(lambda z: log_density(z).sum())
 
@@ -841,19 +849,14 @@ def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Pa
     index = [torch.tensor([k], device=loc.device) for k in range(n)]
     before = log_scale.exp().unsqueeze(-1) * moments.get("lower", torch.eye(n, dtype=loc.dtype, device=loc.device))
     at, height = loc, log_density(loc).nan_to_num(nan=-math.inf)
-    for _ in range(_NEWTON):
+    for _ in range(FROM_AFAR):
         g, factor = curved(at)
         white = (factor.mT @ g.unsqueeze(-1)).squeeze(-1)
         length = white.norm(dim=-1, keepdim=True)
         step = (factor @ (white * (_STRIDE / length.clamp(min=_STRIDE))).unsqueeze(-1)).squeeze(-1)
-        tried = torch.stack([at + share * step for share in _SHARES])
+        tried = torch.stack([at + share * step for share in SHARES])
         heights = over_draws(log_density, tried).nan_to_num(nan=-math.inf)
-        # The first of the highest, the place itself last: comparisons cost a tenth of argmax along so short an axis.
-        best, top = tried[0], heights[0]
-        for other, its in zip([*tried[1:], at], [*heights[1:], height], strict=True):
-            higher = its > top
-            best, top = torch.where(higher[..., None], other, best), torch.where(higher, its, top)
-        at, height = best, top
+        at, height = likeliest(tried[0], heights[0], [*tried[1:], at], [*heights[1:], height])
     _, factor = curved(at)
     good = (at.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[:, None]
     scale = factor.diagonal(dim1=-2, dim2=-1)
