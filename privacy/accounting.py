@@ -9,7 +9,7 @@ Every number is for the adjacency of the unit, one record or silo added or remov
   above `rdp`. A job for epsilon takes its noise from this one: plan, run and ledger then name one number.
 - `prv`, `opacus-rdp`: Opacus' accountants, for comparison.
 
-Skellam and discrete Gaussian noise have `rdp` and `ledger` only. GDP is not offered: it is no bound.
+Skellam noise has `rdp` and `ledger` only. GDP is not offered: it is no bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import (
     Composed,
-    DiscreteGaussian,
     Event,
     Gaussian,
     Mechanism,
@@ -39,7 +38,7 @@ from secure_fvi.privacy.events import (
 from secure_fvi.privacy.ledger_terms import Budget, Job, Term
 
 FloatArray = NDArray[np.float64]
-Single = Gaussian | Skellam | DiscreteGaussian | PoissonSampled
+Single = Gaussian | Skellam | PoissonSampled
 
 ACCOUNTANTS = ("rdp", "opacus-rdp", "prv", "pld", "ledger")
 
@@ -194,16 +193,8 @@ def _uncached_curve(single: Single) -> FloatArray:
         if rate == 1:
             return _ORDERS / (2 * mechanism.noise_multiplier**2)
         return _sampled_gaussian(rate, mechanism.noise_multiplier)
-
-    def bound(orders: FloatArray) -> FloatArray:
-        if isinstance(mechanism, Skellam):
-            return skellam(mechanism, orders)
-        return discrete_gaussian(mechanism, orders)
-
-    if rate == 1 and isinstance(mechanism, DiscreteGaussian):
-        return bound(_ORDERS)
     curve = np.full(len(ORDERS), np.inf)
-    curve[_WHOLE] = poisson_amplified(bound, rate, _ORDERS[_WHOLE])
+    curve[_WHOLE] = poisson_amplified(lambda orders: skellam(mechanism, orders), rate, _ORDERS[_WHOLE])
     return fill_orders(curve, _WHOLE, _ORDERS)
 
 
@@ -414,8 +405,6 @@ def scaled(event: Event, factor: float) -> Event:
     """`event` with noise of `factor` times the standard deviation."""
     if isinstance(event, Gaussian):
         return Gaussian(event.noise_multiplier * factor)
-    if isinstance(event, DiscreteGaussian):
-        return replace(event, sigma=event.sigma * factor)
     if isinstance(event, Skellam):
         return replace(event, variance=event.variance * factor**2)
     if isinstance(event, Composed):
@@ -517,15 +506,6 @@ def skellam(event: Skellam, orders: FloatArray) -> FloatArray:
     mu, l1, squared = event.variance, event.l1, event.l2**2
     correction = np.minimum(((2 * orders - 1) * squared + 6 * l1) / (4 * mu**2), 3 * l1 / (2 * mu))
     return orders * squared / (2 * mu) + correction
-
-
-def discrete_gaussian(event: DiscreteGaussian, orders: FloatArray) -> FloatArray:
-    """D_alpha of one discrete Gaussian a coordinate: alpha l2^2 / 2 sigma^2, every order above 1.
-
-    Canonne, Kamath, Steinke 2020, Prop. 5. It does not hold for a sum of several parties' discrete Gaussians, which
-    is no discrete Gaussian; shares that are added up use Skellam noise.
-    """
-    return orders * event.l2**2 / (2 * event.sigma**2)
 
 
 # ---- Privacy loss distributions of composed Gaussian mechanisms, by dp-accounting (Doroshenko et al. 2022) ----

@@ -56,19 +56,7 @@ class Skellam:
             raise InputError(f"l1 = {self.l1} is below l2 = {self.l2}; no vector has such norms")
 
 
-@dataclass(frozen=True)
-class DiscreteGaussian:
-    """A sum of integer vectors with discrete Gaussian noise of parameter sigma. l2: sensitivity of the sum."""
-
-    sigma: float
-    l2: float
-
-    def __post_init__(self) -> None:
-        _positive("sigma", self.sigma)
-        _positive("l2", self.l2)
-
-
-Mechanism = Gaussian | Skellam | DiscreteGaussian
+Mechanism = Gaussian | Skellam
 
 
 @dataclass(frozen=True)
@@ -111,12 +99,11 @@ class Composed:
             raise InputError("a composition is a tuple of events")
 
 
-Event = Gaussian | Skellam | DiscreteGaussian | PoissonSampled | Repeated | Composed
+Event = Gaussian | Skellam | PoissonSampled | Repeated | Composed
 
 _KINDS: dict[str, Any] = {
     "gaussian": Gaussian,
     "skellam": Skellam,
-    "discrete_gaussian": DiscreteGaussian,
     "poisson_sampled": PoissonSampled,
     "repeated": Repeated,
     "composed": Composed,

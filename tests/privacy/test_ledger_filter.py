@@ -11,7 +11,7 @@ from ledger_world import gaussian_job, job_of
 
 from secure_fvi.privacy import accounting
 from secure_fvi.privacy.accounting import filter_of, job_curve, scaled, smallest_budget
-from secure_fvi.privacy.events import Composed, DiscreteGaussian, Event, Gaussian, PoissonSampled, Repeated, Skellam
+from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, Skellam
 from secure_fvi.privacy.ledger import Budget, Job
 
 ORDERS = np.array(accounting.ORDERS)
@@ -135,11 +135,10 @@ def test_an_epsilon_too_small_for_any_order_admits_nothing() -> None:
     "event",
     [
         Gaussian(2.0),
-        DiscreteGaussian(20.0, 10.0),
         Skellam(400.0, 30.0, 10.0),
         PoissonSampled(0.1, Gaussian(2.0)),
         Repeated(PoissonSampled(0.1, Skellam(400.0, 30.0, 10.0)), 3),
-        Composed((Gaussian(2.0), Repeated(DiscreteGaussian(20.0, 10.0), 2))),
+        Composed((Gaussian(2.0), Repeated(Gaussian(3.0), 2))),
     ],
 )
 def test_more_noise_costs_less(event: Event) -> None:
