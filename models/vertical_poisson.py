@@ -11,12 +11,9 @@ The paper has SCALE = 1 and RATE = 1: at these priors an area of 300 people has 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
-import pyro
 import torch
-from pyro.distributions import HalfNormal, Normal
 from torch import Tensor
 
 SILOS, COLUMNS, LEVELS, AREAS = 2, 2, 5, 2000
@@ -62,53 +59,3 @@ def simulate(seed: int, rho: float, areas: int = AREAS) -> Areas:
     s = (predictors(x, level, beta) + rho * noise).sum(0)
     y = torch.poisson((offset + b + s).exp(), generator=rng)
     return Areas(x, level, offset, y, b, mu, sigma, beta)
-
-
-def contrasts(x: Tensor) -> Tensor:
-    """Rows (LEVELS - 1, LEVELS) orthonormal and orthogonal to the constant, of x's type (Helmert)."""
-    rows = [[1.0] * k + [-float(k)] + [0.0] * (LEVELS - 1 - k) for k in range(1, LEVELS)]
-    return torch.stack([x.new_tensor(row) / math.sqrt(k * (k + 1)) for k, row in enumerate(rows, 1)])
-
-
-def slopes(mean: Tensor, contrast: Tensor) -> Tensor:
-    """beta (..., LEVELS, D) from its mean over the levels (..., D) and its contrasts (..., LEVELS - 1, D)."""
-    return mean.unsqueeze(-2) + contrasts(mean).T @ contrast
-
-
-def slopes_without_mu(x: Tensor, level: Tensor) -> Tensor:
-    """A silo's predictor with mu integrated out: x (N, D), level (N,) -> eta (N,).
-
-    beta's mean over the levels and its contrasts are independent given sigma, so that the prior needs no matrix:
-    mean ~ N(0, SCALE^2 + sigma^2 / LEVELS), each contrast ~ N(0, sigma^2).
-    """
-    zero = x.new_zeros(x.shape[-1])
-    sigma = pyro.sample("sigma", HalfNormal(zero + SCALE).to_event(1))
-    mean = pyro.sample("mean", Normal(zero, (SCALE**2 + sigma.square() / LEVELS).sqrt()).to_event(1))
-    spread = Normal(x.new_zeros(LEVELS - 1, x.shape[-1]), sigma)
-    beta = slopes(mean, pyro.sample("contrast", spread.to_event(2)))
-    return (x * beta[level]).sum(-1)
-
-
-def mu_given(mean: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
-    """Draws of mu from its exact conditional, from beta's mean over the levels, sigma and standard normal noise."""
-    precision = 1 / SCALE**2 + LEVELS / sigma.square()
-    return LEVELS / sigma.square() * mean / precision + noise / precision.sqrt()
-
-
-def multilevel(data: Areas, log_likelihood: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], None]:
-    """The Pyro program of all silos together, mu integrated out: sites `b`, `sigma`, `mean`, `contrast`, over silos.
-
-    `log_likelihood(y, sum_j eta_j + offset, b)` (N,) integrates the auxiliary variables out, if there are any.
-    """
-
-    def program() -> None:
-        zero = data.x.new_zeros(SILOS, COLUMNS)
-        b = pyro.sample("b", Normal(data.x.new_zeros(()), SCALE))
-        sigma = pyro.sample("sigma", HalfNormal(zero + SCALE).to_event(2))
-        mean = pyro.sample("mean", Normal(zero, (SCALE**2 + sigma.square() / LEVELS).sqrt()).to_event(2))
-        spread = Normal(data.x.new_zeros(SILOS, LEVELS - 1, COLUMNS), sigma.unsqueeze(1))
-        beta = slopes(mean, pyro.sample("contrast", spread.to_event(3)))
-        at = predictors(data.x, data.level, beta).sum(0) + data.offset
-        pyro.factor("y", log_likelihood(data.y, at, b).sum())
-
-    return program

@@ -176,11 +176,11 @@ def test_the_gate_refuses_what_is_not_finite_or_past_its_bound(bad: float) -> No
 def test_cohorts_are_drawn_fairly_and_repeatably() -> None:
     """Each of 10 silos takes part in 3,000 draws of 3 about 900 times; 5 sds, false alarm about 6e-6."""
     silos = tuple("abcdefghij")
-    drawn = [choose_cohort(silos, 0.3, 7, r) for r in range(3000)]
-    assert drawn == [choose_cohort(silos, 0.3, 7, r) for r in range(3000)]
+    drawn = [choose_cohort(silos, 3, 7, r) for r in range(3000)]
+    assert drawn == [choose_cohort(silos, 3, 7, r) for r in range(3000)]
     counts = [sum(s in cohort for cohort in drawn) for s in silos]
     assert all(abs(c - 900) < 5 * np.sqrt(3000 * 0.3 * 0.7) for c in counts)
-    assert choose_cohort(silos, 1.0, 7, 0) == silos
+    assert choose_cohort(silos, 10, 7, 0) == silos
 
 
 @pytest.mark.parametrize(

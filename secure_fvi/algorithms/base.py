@@ -84,12 +84,13 @@ BEFORE_ALL = Question(-1, 0, 0)
 
 
 class Phase(NamedTuple):
-    """When a phase may be asked: once in each of `rounds`, or in each iteration of them, and `most` times in all."""
+    """When a phase may be asked: once in each of `rounds`, or in each iteration of them, and `most` times in all. The
+    last two are as its algorithm declares its sums (`kit.Program`)."""
 
     rounds: range
-    most: int
     iterations: range = range(1)  # a round's, by the scalar "iteration" of the broadcast
     ends: bool = False  # whether nothing is asked after it, but phases of the same round that end the job too
+    most: int = 0
     #: Whether its rounds are rounds of the job. A sum before or after them is of all silos or of none: no later round
     #: shows a silo that it was left out.
     counts: bool = True
@@ -325,11 +326,6 @@ class Algorithm(Protocol):
     def name(self) -> str: ...
 
     @property
-    def most_rounds(self) -> int:
-        """Rounds after which a run ends whatever happens."""
-        ...
-
-    @property
     def expected_calls(self) -> int:
         """Traced calls a silo will make, for the choice to compile."""
         ...
@@ -440,14 +436,8 @@ class SiloProgram(Protocol):
         ...
 
 
-def cohort_size(silos: int, participation: float) -> int:
-    """How many silos are asked in a round."""
-    return max(1, round(participation * silos))
-
-
-def choose_cohort(silos: tuple[str, ...], participation: float, seed: int, round_: int) -> tuple[str, ...]:
-    """A fixed number of silos drawn without replacement by a public coin; all of them at participation 1."""
-    size = cohort_size(len(silos), participation)
+def choose_cohort(silos: tuple[str, ...], size: int, seed: int, round_: int) -> tuple[str, ...]:
+    """So many of the silos, drawn without replacement by a public coin."""
     if size == len(silos):
         return silos
     rng = np.random.default_rng([abs(seed), round_])

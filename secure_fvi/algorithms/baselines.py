@@ -59,13 +59,13 @@ class Baseline(LocalFitOptions):
     at_once: ClassVar[bool] = False
 
     @property
-    def most_rounds(self) -> int:
-        """Visits to each silo; the program knows the rounds, since it knows the silos."""
+    def visits(self) -> int:
+        """To each silo."""
         return 1
 
     @property
     def expected_calls(self) -> int:
-        return self.traced_calls(self.most_rounds + FIRST_FIT - 1)
+        return self.traced_calls(self.visits + FIRST_FIT - 1)
 
     @property
     def splits(self) -> bool:
@@ -79,7 +79,7 @@ class Baseline(LocalFitOptions):
 
     def declare(self, silos: int, private: bool) -> Declaration:
         """Of what visits one silo after the other: a visit is a round, and a sum of one silo."""
-        rounds = self.most_rounds * silos
+        rounds = self.visits * silos
         sums = (Sums(ROUND_PHASE, rounds, _WHAT, 1, "sequential"),)
         return Declaration(rounds, sums, _KEEPS, False, self.sampling_rate, "reveal_changes = true")
 
@@ -159,7 +159,7 @@ class StreamingVB(Baseline):
         _check_revealed(self.name, self.reveal_changes)
 
     @property
-    def most_rounds(self) -> int:
+    def visits(self) -> int:
         return self.passes
 
 
@@ -199,15 +199,6 @@ class BaselineProgram(Program):
         self.families = Families(config, problem)
         self.fit = SiloFit(self.families)
 
-    @property
-    def most_rounds(self) -> int:
-        visits: int = self.config.most_rounds
-        return visits if self.config.at_once else visits * len(self.problem.silos)
-
-    @property
-    def cohort_size(self) -> int:
-        return len(self.problem.silos) if self.config.at_once else 1
-
     def cohort(self, round_: int) -> tuple[str, ...]:
         silos = self.problem.silos
         return silos if self.config.at_once else (silos[round_ % len(silos)],)
@@ -222,11 +213,11 @@ class BaselineProgram(Program):
         split: dict[str, Any] = {}
         if config.splits:
             split = {"scalars": (RECORDS,), "known": {RECORDS: config.public_records}}
-        rounds = Phase(range(self.most_rounds), self.most_rounds)
+        rounds = Phase(range(self.most_rounds))
         each = Sum((change, *counts), rounds, sent, frozenset({CHANGE}), **split)
         if not self.counts_first:
             return {ROUND_PHASE: each}
-        return {COUNT: Sum((records,), Phase(range(1), 1, counts=False), sent, **split), ROUND_PHASE: each}
+        return {COUNT: Sum((records,), Phase(range(1)), sent, **split), ROUND_PHASE: each}
 
     # ---- server ----
 
@@ -270,7 +261,7 @@ class BaselineProgram(Program):
             part = "a local fit ran off and changed nothing" if state.skipped else "a silo that was asked is missing"
             advice = "lower learning_rate, standardise the columns, or use pvi" if state.skipped else "run it again"
             return Verdict(False, f"{part}; {advice}", details)
-        once = self.config.most_rounds == 1
+        once = self.config.visits == 1
         what = "one pass over the silos, approximate by construction" if once else "passes that count records anew"
         return Verdict(None, f"{name} is {what}; nothing in it tells how far q is from the posterior: use pvi", details)
 

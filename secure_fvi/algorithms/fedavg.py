@@ -75,10 +75,6 @@ class FedAvg:
         check(self)
 
     @property
-    def most_rounds(self) -> int:
-        return self.rounds
-
-    @property
     def expected_calls(self) -> int:
         return self.rounds * (self.local_steps + 1)
 
@@ -173,11 +169,11 @@ class FedAvgProgram(Program):
         counts = (Block(RECORDS, (), 2.0**31, integer=True), Block(SILOS, (), 1.0, integer=True))
         reported = tuple(Block(name, (), config.bound) for name in self.reported)
         changes = tuple(Block(name, tuple(v.shape), config.bound) for name, v in self.start.items())
-        rounds = Phase(range(config.rounds), config.rounds)
+        rounds = Phase(range(config.rounds))
         average = Sum((*counts, *reported, *changes), rounds, self.start, frozenset(self.start), scalars=prior)
         if not self.counts_first:
             return {AVERAGE: average}
-        return {COUNT: Sum(counts, Phase(range(1), 1, counts=False), self.start, scalars=prior), AVERAGE: average}
+        return {COUNT: Sum(counts, Phase(range(1)), self.start, scalars=prior), AVERAGE: average}
 
     # ---- server ----
 

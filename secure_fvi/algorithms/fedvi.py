@@ -105,10 +105,6 @@ class FedVI:
         return min(1.0, self.learning_rate)
 
     @property
-    def most_rounds(self) -> int:
-        return self.rounds
-
-    @property
     def expected_calls(self) -> int:
         return max(1, round(self.rounds * self.epochs * self.participation))
 

@@ -40,7 +40,6 @@ from secure_fvi.algorithms.base import (
     Step,
     Verdict,
     choose_cohort,
-    cohort_size,
     form,
 )
 from secure_fvi.errors import AggregationError, InputError
@@ -138,10 +137,17 @@ class Program(ABC):
         self.config, self.problem = config, problem
         if self.no_record_privacy and isinstance(problem.privacy, RecordDP):
             raise InputError(f"{config.name} takes no record privacy{self.no_record_privacy}")
+        declared = config.declare(len(problem.silos), problem.privacy is not None)
+        self.most_rounds: int = declared.rounds
+        #: Silos asked in a round.
+        self.cohort_size = next(said.asked for said in declared.sums if not said.besides)
         self.setup()
         sums = self.sums()
         if problem.privacy is not None:
             sums = {name: one for name, one in sums.items() if one.protected}
+        for said in (said for said in declared.sums if said.phase in sums):
+            when = sums[said.phase].when._replace(most=said.at_most, counts=not said.besides)
+            sums[said.phase] = sums[said.phase]._replace(when=when)
         self.parts = sums
         self.terms = {} if problem.privacy is None else self.agreed(sums)
         self.tables = {name: self._table(name, one) for name, one in sums.items()}
@@ -149,11 +155,6 @@ class Program(ABC):
         self.order = Order({name: one.when for name, one in sums.items()}, self.asked, forms)
 
     # ---- what an algorithm says ----
-
-    @property
-    def most_rounds(self) -> int:
-        most: int = self.config.most_rounds
-        return most
 
     @abstractmethod
     def setup(self) -> None:
@@ -193,14 +194,9 @@ class Program(ABC):
     #: Share of its records on which an answer under record privacy rests, drawn by Poisson sampling.
     sampled: float = 1.0
 
-    @property
-    def cohort_size(self) -> int:
-        """Silos asked in a round."""
-        return cohort_size(len(self.problem.silos), self.config.participation)
-
     def cohort(self, round_: int) -> tuple[str, ...]:
         """The silos asked in a round."""
-        return choose_cohort(self.problem.silos, self.config.participation, self.problem.seed, round_)
+        return choose_cohort(self.problem.silos, self.cohort_size, self.problem.seed, round_)
 
     def asked(self, round_: int, phase: str) -> tuple[str, ...]:
         """The silos asked for one sum: all of them for what is asked but once."""

@@ -56,8 +56,6 @@ CLOSED_FORM, NATURAL, FIXED_POINT, GRADIENT = "closed_form", "natural", "fixed_p
 EXACT = (CLOSED_FORM, FIXED_POINT, GRADIENT)
 #: A silo's first fit takes so many times the steps, since its own latents start from nothing.
 FIRST_FIT = 4
-#: Steps over which early stopping looks at a fit, and windows that it waits: a fit makes so many steps at least.
-_WINDOW, _PATIENCE = 50, 2
 #: The default rate of natural gradients of a full covariance of n dimensions is at most this over n + 1.
 _RATE_BY_SIZE = 2.0
 #: The block of a change of q, and how many times the bound of other numbers it may take.
@@ -103,9 +101,6 @@ class LocalFitOptions:
     alpha: Part = 0.0
     """Of power EP (Algorithm 2), whose limit 0 is the variational fit; above 0 with "closed_form" only, since the
     moments of other tilted distributions have no closed form. It matters to a diagonal family."""
-    early_stopping: bool = False
-    """Every fit begins with a tight q and ends when the expected log-likelihood no longer rises: for mean-field
-    networks, which prune their units otherwise; q is then no optimum of the bound."""
     sampling_rate: Share = 1.0
     """Share of records in a local step, drawn without replacement."""
     bound: Positive = 2.0**30
@@ -135,8 +130,6 @@ class LocalFitOptions:
             raise InputError(f"local_optimizer '{chosen}' takes all records; use sampling_rate = 1")
         if self.alpha and chosen != CLOSED_FORM:
             raise InputError(f"alpha must lie in [0, 1], and above 0 needs '{CLOSED_FORM}', not {self.alpha}")
-        if exact and self.early_stopping:
-            raise InputError(f"local_optimizer '{chosen}' has no tight start to stop from")
 
     @property
     def first_rate(self) -> float:
@@ -287,22 +280,6 @@ class Fitted(NamedTuple):
         return self.q.proper and math.isfinite(self.value)
 
 
-class _Watch:
-    """Early stopping (paper, section 5.3.1): once the expected log-likelihood, averaged over windows, has not risen
-    above its best for `_PATIENCE` windows."""
-
-    def __init__(self, window: int) -> None:
-        self.window, self.best, self.waited = window, -math.inf, 0
-
-    def over(self, steps: int, value: Tensor) -> bool:
-        """Whether to stop after so many steps; `value` is the average since the window began."""
-        if not self.window or steps % self.window:
-            return False
-        self.waited = 0 if float(value) > self.best else self.waited + 1
-        self.best = max(self.best, float(value))
-        return self.waited >= _PATIENCE
-
-
 def _far(q: Natural, end: Natural) -> float:
     """How far a fit went: the largest of its mean's way and of its sd, in sds of where it began. It may narrow at will,
     as fits on raw scales do."""
@@ -382,7 +359,7 @@ class SiloFit:
         families, moments, length, q_steps = self.families, own.moments, self.block.length, self.block.steps
         silo, moved = reanchored_silo(own.silo, families.move(q.mean() - own.anchor), families.n_silo)
         record = reanchored_records(own.record, moved)
-        current = q_steps.init(q, tight=own.visits == 0 or self.config.early_stopping)
+        current = q_steps.init(q, tight=own.visits == 0)
         average = self.block.observed(current, moved.new_zeros(()), theta, moved[: families.n])
         steps = self.config.local_steps * (FIRST_FIT if own.visits == 0 else 1)
         first_key = turn * self.config.local_steps * FIRST_FIT
@@ -393,14 +370,11 @@ class SiloFit:
         )
         tilted = (families.move(cavity.shift), families.move(cavity.precision))
         noise = self._draws(first_key, len(schedule), batches, view)
-        watch = _Watch(self._window if self.config.early_stopping else 0)
         for start in range(0, len(schedule), length):
             batch = None if batches is None else batches[start : start + length]
             rows, weights = self._rows(batch, view)
             inputs = Inputs(tilted, theta, rows, weights, *next(noise), schedule[start : start + length])
             carry = self._advance(carry, inputs, batch)
-            if watch.over(start + length, carry.average["value"]):
-                break
         average = carry.average
         loc, covariance = (average[name].to("cpu", torch.float64) for name in ("loc", "covariance"))
         ended = all(bool(torch.isfinite(v).all()) for v in average.values()) and _definite(covariance)
@@ -531,16 +505,9 @@ class SiloFit:
             done = step / steps
             own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) / (1 + visits)
             own *= 1.0 if visits else min(1.0, done / _WARM)
-            averaged = step % self._window if self.config.early_stopping else max(0, step - first)
             rate = share * max(_LEAST, cosine(done)) * self.config.decay**visits
-            rows.append((rate, own, 1.0 / (averaged + 1)))
+            rows.append((rate, own, 1.0 / (max(0, step - first) + 1)))
         return self.families.move(torch.tensor(rows, dtype=torch.float64))
-
-    @property
-    def _window(self) -> int:
-        """Steps over which early stopping looks at the expected log-likelihood: whole blocks."""
-        assert self.block is not None
-        return math.ceil(_WINDOW / self.block.length) * self.block.length
 
     def _batches(self, key: int, steps: int, view: SiloView) -> npt.NDArray[np.int64] | None:
         """Rows of every step's minibatch (steps, B), None for all: consecutive pieces of shuffles of the silo's

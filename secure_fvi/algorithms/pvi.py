@@ -115,9 +115,6 @@ class PVI(LocalFitOptions):
     """Share of the change that is taken. "auto" begins at one over the silos asked, which keeps q proper whatever they
     send, grows while successive changes point the same way and halves when they turn; a step after which q is improper
     is cut back."""
-    theta_updates: Literal["round", "converged"] = "round"
-    """"round", a step along the gradient of the free energy after every round; "converged", only after rounds in which
-    no site moved q by `tolerance` (paper, Appendix A: the inner loop run to convergence)."""
     virtual_clients: Count = 1
     """Disjoint parts of a silo's records, each with a site of its own; for models without local latents. Refused under
     `RecordDP`."""
@@ -531,7 +528,7 @@ class PVIProgram(Program):
             raise InputError("virtual_clients are for models without local latents; use virtual_clients = 1")
         if privacy is not None and config.rounds is None:
             raise InputError("under differential privacy give rounds: a job is charged for all its rounds beforehand")
-        if self.cohort_size > len(self.problem.silos):
+        if config.asked(len(self.problem.silos)) > len(self.problem.silos):
             raise InputError(f"buffer = {config.buffer} of {len(self.problem.silos)} silos")
 
     def sums(self) -> dict[str, Sum]:
@@ -544,11 +541,11 @@ class PVIProgram(Program):
         sent: dict[str, Tensor | tuple[int, ...]] = {"q": (families.packed,), "units": (families.n,)}
         sent |= {"sums": (silos,), "dampings": (silos,), **thetas}
         most = config.most_rounds
-        last = Phase(range(1, most + 1), 1, ends=True, counts=False)
+        last = Phase(range(1, most + 1), ends=True)
         protected = frozenset(block.name for block in changes)
         each = (*changes, Block(OBJECTIVE, (), config.bound), records, *flags, present)
         found = {
-            ROUND_PHASE: Sum(each, Phase(range(most), most), sent, protected),
+            ROUND_PHASE: Sum(each, Phase(range(most)), sent, protected),
             FINISH: Sum((*self.final_blocks(), present, records), last, sent),
         }
         if weighing.asked(BlockTable(found[FINISH].blocks)):
@@ -563,11 +560,6 @@ class PVIProgram(Program):
             return slope
         return slope + weighing.blocks(self.problem, families.shared.name, families.local)
 
-    @property
-    def cohort_size(self) -> int:
-        asked: int = self.config.asked(len(self.problem.silos))
-        return asked
-
     def cohort(self, round_: int) -> tuple[str, ...]:
         """The silos asked in a round. Under delays they follow from the rounds before, which all parties can replay."""
         silos, config = self.problem.silos, self.config
@@ -580,7 +572,7 @@ class PVIProgram(Program):
             self._by_turn.append(tuple(silos[j] for j in chosen))
         if config.delay:
             return self._by_turn[round_]
-        return choose_cohort(silos, self.cohort_size / len(silos), self.problem.seed, round_)
+        return choose_cohort(silos, self.cohort_size, self.problem.seed, round_)
 
     def units(self, q: Natural) -> Tensor:
         """(n,) the units in which silos state changes of Z_G: powers of two near q's sds, so that nothing is rounded.
@@ -651,9 +643,7 @@ class PVIProgram(Program):
         objective = math.nan
         if OBJECTIVE in sums and asked == len(self.problem.silos) and not age:
             objective = float(sums[OBJECTIVE]) + self.prior.minus_kl(q, state.theta)
-        theta, moments = state.theta, state.theta_moments
-        if self.config.theta_updates == "round" or float(moved.max()) < self.config.tolerance:
-            theta, moments = self._theta_step(state, q, sums, scale)
+        theta, moments = self._theta_step(state, q, sums, scale)
         q, prior = self.prior.refit(q, state.prior, theta)
         moves = [((theta[n] - v).abs() / (1 + v.abs())).max() for n, v in state.theta.items() if v.numel()]
         theta_moved = float(torch.stack(moves).max()) if moves else 0.0

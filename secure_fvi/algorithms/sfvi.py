@@ -166,10 +166,6 @@ class SFVI:
         return self.iterations or self.max_iterations
 
     @property
-    def most_rounds(self) -> int:
-        return self.warm_start.rounds + self.own_rounds
-
-    @property
     def expected_calls(self) -> int:
         before = _warm().averaging(self).expected_calls if self.warm_start.rounds else 0
         return before + (self.iterations or _EXPECTED_ROUNDS)
@@ -189,7 +185,8 @@ class SFVI:
             final = f"{DISCLOSED}; its number of records"
             sums = (*sums, Sums(FINISH, 1, final, silos, besides=True, likelihood=True), refining.declared(silos))
         because = f"participation = {self.participation:g}"
-        return Declaration(self.most_rounds, sums, "its own latents' posterior", False, self.sampling_rate, because)
+        rounds, keeps = self.warm_start.rounds + self.own_rounds, "its own latents' posterior"
+        return Declaration(rounds, sums, keeps, False, self.sampling_rate, because)
 
     def server(self, problem: Problem) -> Program:
         """Raises InputError for what the model or its privacy do not allow."""
@@ -339,11 +336,11 @@ class SFVIProgram(StructuredProgram):
         sent: Mapping[str, Any] = {"z_global": n, "shift": n, **merge(theta=self.theta_start)}
         gradients = frozenset(block.name for block in self.gradient_blocks)
         blocks = (*self.gradient_blocks, Block(OBJECTIVE, (), config.bound), records)
-        rounds = Phase(range(config.own_rounds), config.own_rounds)
+        rounds = Phase(range(config.own_rounds))
         scalars = ("scale", "averaging", "stage")
         found = {ROUND_PHASE: Sum(blocks, rounds, sent, gradients, frozenset({RECORDS}), scalars)}
         if config.iterations is None and self.family.name in ("diagonal", "full"):
-            last = Phase(range(1, config.own_rounds + 1), 1, ends=True, counts=False)
+            last = Phase(range(1, config.own_rounds + 1), ends=True)
             final = merge(eta=self.start(), theta=self.theta_start)
             found[FINISH] = Sum((*self.final_blocks(), records), last, final)
             return self.with_refining(found)

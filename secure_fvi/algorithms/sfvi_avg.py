@@ -12,7 +12,7 @@ own steps are left unscaled. However many rounds it takes, the result stays appr
 
 A contribution is a weight times the change of a silo's parameters from those that it was sent, so that without privacy
 nothing is lost, and under silo privacy what is clipped is the change. A full covariance travels as the term of one
-Bures iteration at S, the covariance that was sent (`aggregation.barycenter`); the change form would not help it.
+Bures iteration at S, the covariance that was sent; the change form would not help it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from secure_fvi.aggregation.barycenter import (
-    ROOT,
-    Gaussian,
-    after_iteration,
-    bures_term,
-    pack_symmetric,
-    trusted_barycenter,
-    unpack_symmetric,
-)
 from secure_fvi.aggregation.base import Block, FloatArray
 from secure_fvi.algorithms import refining, stationarity
 from secure_fvi.algorithms.base import (
@@ -78,6 +69,8 @@ from secure_fvi.trees import merge, part, running_average, to_numpy
 #: Phases. COUNT once, before the first round; MERGE, and BURES where asked for, every round; FINISH once.
 COUNT, MERGE, BURES = "count", "merge", "bures"
 SILOS, LOC, SD, THETA = "silos", "loc", "sd", "theta/"
+#: The block of an iteration of a barycenter: a silo's term as its upper triangle.
+ROOT = "root"
 #: Blocks of a trusted barycenter, with a row a silo.
 WEIGHTS, MEANS, SPREADS = "weights", "means", "spreads"
 #: Draws of Z_G at which silos estimate their part of the bound at the q(Z_G) that they were sent: before and after all
@@ -178,10 +171,6 @@ class SFVIAvg:
     def reveals_silos(self) -> bool:
         """Whether the server is to see single silos' terms."""
         return self.barycenter == "trusted"
-
-    @property
-    def most_rounds(self) -> int:
-        return self.rounds
 
     @property
     def expected_calls(self) -> int:
@@ -351,17 +340,17 @@ class SFVIAvgProgram(StructuredProgram):
         rounds, again = range(config.rounds), range(1, config.bures_iterations)
         found: dict[str, Sum] = {}
         if self.counts_first:
-            once = Phase(range(1), 1, counts=False)
-            found[COUNT] = Sum((records, objective), once, sent, scalars=scalars, known=known)
+            found[COUNT] = Sum((records, objective), Phase(range(1)), sent, scalars=scalars, known=known)
         found[MERGE] = Sum(
-            (*counts, objective, *changes, *silos), Phase(rounds, config.rounds), sent, frozenset(shapes),
+            (*counts, objective, *changes, *silos), Phase(rounds), sent, frozenset(shapes),
             scalars=scalars, known=known,
         )  # fmt: skip
         if self.full and again:
-            phase = Phase(rounds, config.rounds * len(again), again)
-            found[BURES] = Sum((weight, *root), phase, {ROOT: (packed,)}, scalars=(*scalars, ITERATION), known=known)
+            found[BURES] = Sum(
+                (weight, *root), Phase(rounds, again), {ROOT: (packed,)}, scalars=(*scalars, ITERATION), known=known
+            )
         final, last = (records, *self.final_blocks()), range(1, config.rounds + 1)
-        found[FINISH] = Sum(final, Phase(last, 1, ends=True, counts=False), sent, scalars=scalars, known=known)
+        found[FINISH] = Sum(final, Phase(last, ends=True), sent, scalars=scalars, known=known)
         return self.with_refining(found)
 
     # ---- server ----
@@ -724,6 +713,74 @@ class _Powered:
     def evaluate(self, *args: Any) -> LogTerms:
         terms = self._evaluate(*args)
         return terms._replace(records=self._power * terms.records, silo=self._power * terms.silo)
+
+
+# ---- Wasserstein barycenters of Gaussians, from totals alone (section 3.2) ----
+#
+# The barycenter of N(mu_j, Sigma_j) with weights w_j has the weighted mean of the mu_j and the covariance S with
+#
+#     S = sum_j w_j (S^1/2 Sigma_j S^1/2)^1/2,
+#
+# reached by S <- S^-1/2 T^2 S^-1/2, T the right side (Alvarez-Esteban et al. 2016). T is a sum over silos: every
+# iteration is one secure sum, and one release. Of few silos, several totals tell the covariances apart
+# (docs/threat-model.md). For diagonal covariances sigma is the weighted mean of the sigma_j: one sum, no iteration.
+
+
+class Gaussian(NamedTuple):
+    """A mean (d,) and a covariance (d, d)."""
+
+    mean: FloatArray
+    covariance: FloatArray
+
+
+def trusted_barycenter(gaussians: list[Gaussian], weights: FloatArray | None = None) -> Gaussian:
+    """The barycenter by POT, for parties that may see all Gaussians. `weights` (J,) add up to 1 (None: equal)."""
+    import ot
+
+    means = np.stack([g.mean for g in gaussians])
+    covariances = np.stack([g.covariance for g in gaussians])
+    mean, covariance = ot.gaussian.bures_wasserstein_barycenter(
+        means, covariances, weights=weights, num_iter=1000, eps=1e-11
+    )
+    return Gaussian(np.asarray(mean), np.asarray(covariance))
+
+
+def bures_term(own: FloatArray, weight: int, covariance: FloatArray) -> FloatArray:
+    """n T_j for Sigma_j = `own` at S = `covariance`, both (d, d): an upper triangle."""
+    root = matrix_root(covariance)
+    return weight * pack_symmetric(matrix_root(root @ own @ root))
+
+
+def after_iteration(covariance: FloatArray, mean: FloatArray) -> FloatArray:
+    """S^-1/2 T^2 S^-1/2 for T = `mean`, the upper triangle of the silos' weighted mean. Raises AggregationError for one
+    that no Gaussians have: not positive definite."""
+    t = unpack_symmetric(mean, covariance.shape[0])
+    if not np.isfinite(t).all() or (found := np.linalg.eigh(t)).eigenvalues[0] <= 0:
+        raise AggregationError("the total of a barycenter's iteration is not positive definite")
+    values, vectors = found
+    inverse_root = matrix_root(covariance, inverse=True)
+    half = inverse_root @ ((vectors * values) @ vectors.T)
+    return half @ half.T
+
+
+def matrix_root(matrix: FloatArray, inverse: bool = False) -> FloatArray:
+    """The symmetric root of a symmetric positive semidefinite `matrix` (d, d), or the inverse of the root."""
+    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
+    roots = np.sqrt(np.maximum(values, 0.0))
+    root: FloatArray = (vectors * (1 / roots if inverse else roots)) @ vectors.T
+    return root
+
+
+def pack_symmetric(symmetric: FloatArray) -> FloatArray:
+    """The upper triangle of a symmetric matrix (d, d), rows one after the other, (d (d + 1) / 2,)."""
+    return symmetric[np.triu_indices(symmetric.shape[0])]
+
+
+def unpack_symmetric(upper: FloatArray, d: int) -> FloatArray:
+    """The symmetric matrix (d, d) of an upper triangle; inverse of `pack_symmetric`."""
+    out = np.zeros((d, d))
+    out[np.triu_indices(d)] = upper
+    return out + np.triu(out, 1).T
 
 
 # ---- a trusted barycenter ----

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _OF_LOCAL_FIT = (
     "family importance_samples start_spread local_steps local_optimizer optimizer_options learning_rate scale_rate "
-    "decay local_learning_rate theta_learning_rate alpha early_stopping sampling_rate bound local_family silo_family "
+    "decay local_learning_rate theta_learning_rate alpha sampling_rate bound local_family silo_family "
 )
 _OF_DP = "epsilon delta noise_multiplier clipping_norm noise dropouts colluders retries "
 #: Every option that a job may have, by the class that has it. Listed here is what was judged: it shapes the estimate
@@ -43,8 +43,7 @@ _JUDGED = {
     "BCM": _OF_LOCAL_FIT + "prior total_records",
     "VCL": _OF_LOCAL_FIT + "reveal_changes",
     "StreamingVB": _OF_LOCAL_FIT + "passes reveal_changes",
-    "PVI": _OF_LOCAL_FIT
-    + "rounds max_rounds tolerance schedule buffer delay reveal_changes damping theta_updates virtual_clients",
+    "PVI": _OF_LOCAL_FIT + "rounds max_rounds tolerance schedule buffer delay reveal_changes damping virtual_clients",
     "FedAvg": "rounds local_steps learning_rate server_learning_rate server_momentum server_schedule tolerance prior "
     "weights sampling_rate participation total_records bound",
     "FedVI": "rounds epochs batch_size learning_rate server_learning_rate server_momentum server_schedule "
@@ -57,7 +56,7 @@ _JUDGED = {
     "barycenter optimizer optimizer_options learning_rate local_learning_rate start_spread decay average_last "
     "persistent sampling_rate participation total_records bound final_local_steps local_family silo_family",
     "Vertical": "model rho response family auxiliary local_steps damping weight_concentration batch_size rounds "
-    "learning_rate schedule average_last optimizer participation max_staleness bound",
+    "learning_rate schedule average_last optimizer bound",
     "Soul": "model rho draws step settle decay response rounds learning_rate optimizer burn_in keep bound",
     "Auto": "",
     "Conditional": "scale coupling varying_scale",

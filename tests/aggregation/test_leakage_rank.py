@@ -67,7 +67,7 @@ class Answers:
     tables, terms = {ROUND_PHASE: TABLE}, {}
 
     def __init__(self, ids):
-        rounds = {ROUND_PHASE: Phase(range(ROUNDS), ROUNDS)}
+        rounds = {ROUND_PHASE: Phase(range(ROUNDS), most=ROUNDS)}
         self.order = Order(rounds, lambda *_: tuple(ids), {ROUND_PHASE: form({}, "word")})
 
     def init_local(self, view):

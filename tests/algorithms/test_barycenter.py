@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from secure_fvi.aggregation.barycenter import (
+from secure_fvi.algorithms.sfvi_avg import (
     Gaussian,
     after_iteration,
     bures_term,

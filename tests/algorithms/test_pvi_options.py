@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from pvi_world import REGRESSION, build, make_regression
-from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.natural import Natural
@@ -39,32 +36,3 @@ def test_alpha_changes_nothing_where_the_family_is_exact(alpha: float) -> None:
 def test_alpha_needs_closed_forms() -> None:
     with pytest.raises(sf.InputError, match="alpha must lie in"):
         sf.PVI(alpha=0.5)
-    with pytest.raises(sf.InputError, match="theta_updates 'never' is unknown"):
-        sf.PVI(theta_updates="never")  # type: ignore[arg-type]
-
-
-def _with_scale(y: Tensor) -> None:
-    scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
-    mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
-    with pyro.plate("row", len(y)):
-        pyro.sample("y", dist.Normal(mu, scale), obs=y)
-
-
-@pytest.mark.slow
-def test_theta_waits_for_sites_to_settle() -> None:
-    """The control takes a step after every round."""
-    silos = [{"y": 2.0 * torch.randn(20, generator=torch.Generator().manual_seed(j))} for j in range(3)]
-    moved = {}
-    for when in ("converged", "round"):
-        algorithm = sf.PVI(rounds=40, local_optimizer="fixed_point", local_steps=5, theta_updates=when)  # type: ignore[arg-type]
-        world = build(sf.FederatedModel(_with_scale, "row"), silos, algorithm)
-        seen = []
-        for _ in range(12):
-            before = world.state.theta["scale"].clone()
-            world.round()
-            settled = float(world.state.moved.max()) < algorithm.tolerance
-            seen.append((settled, not torch.equal(before, world.state.theta["scale"])))
-        moved[when] = seen
-    assert all(stepped for _, stepped in moved["round"])
-    assert all(settled == stepped for settled, stepped in moved["converged"])
-    assert {settled for settled, _ in moved["converged"]} == {True, False}

@@ -13,9 +13,16 @@ from programs import Conjugate, make_clinics, make_intercepts, make_slopes, unkn
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.aggregation.barycenter import Gaussian, after_iteration, bures_term, trusted_barycenter
 from secure_fvi.algorithms.base import choose_cohort
-from secure_fvi.algorithms.sfvi_avg import Point, SFVIAvgProgram, full_parameters
+from secure_fvi.algorithms.sfvi_avg import (
+    Gaussian,
+    Point,
+    SFVIAvgProgram,
+    after_iteration,
+    bures_term,
+    full_parameters,
+    trusted_barycenter,
+)
 from secure_fvi.algorithms.structured import Batch
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
@@ -242,7 +249,7 @@ def test_a_merge_of_a_drawn_cohort_is_that_cohorts() -> None:
     found, expected = [], []
     for round_ in range(5):
         _run_rounds(server, engine, round_ + 1)
-        cohort = choose_cohort(tuple(own), 0.5, 0, round_)
+        cohort = choose_cohort(tuple(own), 3, 0, round_)
         found.append(float(server.state.algorithm.eta["loc"][0]))
         expected.append(sum(own[name] for name in cohort) / 3)
     assert found[2:] == pytest.approx(expected[2:], abs=0.02)

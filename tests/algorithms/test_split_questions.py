@@ -520,7 +520,7 @@ def drawn(limits: Limits, max_missing: int = 0) -> tuple[Liar, str, tuple[str, .
     round 0 and not in round 1, where it did."""
     names = tuple(f"silo-{j + 1}" for j in range(len(SIZES)))
     for seed in range(1000):
-        cohorts = [choose_cohort(names, 3 / len(SIZES), seed, r) for r in range(3)]
+        cohorts = [choose_cohort(names, 3, seed, r) for r in range(3)]
         for alone in set(cohorts[1]) & set(cohorts[2]) - set(cohorts[0]):
             others = tuple(s for s in cohorts[2] if s != alone)
             if set(others) <= set(cohorts[0]) - set(cohorts[1]):

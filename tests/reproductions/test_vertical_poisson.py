@@ -99,11 +99,11 @@ def test_likelihood_without_noise_is_poisson() -> None:
 def test_mu_integrated_out_is_the_same_prior() -> None:
     rng = torch.Generator().manual_seed(0)
     rows = {"x": torch.randn(6, model.COLUMNS, generator=rng), "level": torch.tensor([0, 1, 2, 3, 4, 0])}
-    predictor = Predictor(model.slopes_without_mu, rows)
+    predictor = Predictor(vertical_poisson.slopes_without_mu, rows)
     theta = torch.randn(predictor.n, generator=rng)
     eta, log_prior = predictor.evaluate(theta, {}, rows)
     sites = predictor.constrain(theta, {})
-    sigma, beta = sites["sigma"], model.slopes(sites["mean"], sites["contrast"])
+    sigma, beta = sites["sigma"], vertical_poisson.slopes(sites["mean"], sites["contrast"])
     torch.testing.assert_close(eta[:, 0], (rows["x"] * beta[rows["level"]]).sum(-1))
     one = torch.ones(model.LEVELS)
     expected = HalfNormal(torch.tensor(model.SCALE)).log_prob(sigma).sum() + sigma.log().sum()
@@ -117,8 +117,8 @@ def test_mu_integrated_out_is_the_same_prior() -> None:
 def test_mu_has_its_exact_conditional() -> None:
     """p(mu, beta | sigma) / p(mu | beta, sigma) does not depend on mu."""
     sigma, beta = torch.tensor([0.3]), torch.tensor([[0.1], [0.5], [-0.2], [0.4], [0.3]])
-    loc = model.mu_given(beta.mean(0), sigma, torch.zeros(1))
-    sd = model.mu_given(beta.mean(0), sigma, torch.ones(1)) - loc
+    loc = vertical_poisson.mu_given(beta.mean(0), sigma, torch.zeros(1))
+    sd = vertical_poisson.mu_given(beta.mean(0), sigma, torch.ones(1)) - loc
 
     def ratio(mu: Tensor) -> Tensor:
         joint = Normal(0.0, model.SCALE).log_prob(mu) + Normal(mu, sigma).log_prob(beta).sum(0)

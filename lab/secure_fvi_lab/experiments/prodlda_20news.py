@@ -294,8 +294,8 @@ def fit(plan: Plan, silos: Sequence[dict[str, Tensor]], algorithm: Algorithm, se
     )
     server, engine = run.server, run.engine
     tokens = sum(float(silo["counts"].sum()) for silo in silos)
-    steps = plan.steps // algorithm.most_rounds
-    every, bounds = max(1, algorithm.most_rounds // 10), list[float]()
+    rounds = server.program.most_rounds
+    steps, every, bounds = plan.steps // rounds, max(1, rounds // 10), list[float]()
     curve: list[tuple[int, float]] = []
 
     for progress in run:
@@ -305,7 +305,7 @@ def fit(plan: Plan, silos: Sequence[dict[str, Tensor]], algorithm: Algorithm, se
         if len(bounds) % every == 0 or progress.phase == FINISH:
             before = progress.phase == MERGE  # the bound of the round is at what the silos were sent
             curve.append(((progress.round - before) * steps, round(statistics.mean(bounds[-every:]), 4)))
-            tell(f"    round {progress.round} of {algorithm.most_rounds}: {curve[-1][1]} nats a word")
+            tell(f"    round {progress.round} of {rounds}: {curve[-1][1]} nats a word")
     topics = server.program.posterior(server.state.algorithm).eta["loc"].reshape(plan.words, plan.topics)
     up, down = max(engine.bytes_up.values()), max(engine.bytes_down.values())
     return Fitted([Topics(topics, topics)], curve, time.process_time() - began, up, down)

@@ -69,7 +69,7 @@ class Watched:
             model, silos, algorithm, Plain(), seed=seed, checkpoint_dir=kept, checkpoint_seconds=_CHECKPOINT,
             resume=kept is not None, **options,
         )  # fmt: skip
-        self._most, self._looking = algorithm.most_rounds, 0.0
+        self._most, self._looking = self.run.server.program.most_rounds, 0.0
         self._file = None if folder is None else folder / "curve.json"
         self.curve: list[Row] = json.loads(self._file.read_text()) if self._file and self._file.is_file() else []
 
