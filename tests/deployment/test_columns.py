@@ -351,6 +351,7 @@ def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, resp
         ({**VERTICAL, "model": "power", "response": "shared"}, MASKED, {"likelihood": "bernoulli"}),
         ({**VERTICAL, "auxiliary": {"kind": "amortised"}, "response": "shared"}, PLAIN, {"likelihood": "gaussian"}),
         ({**VERTICAL, "batch_size": 16, "local_steps": 2}, MASKED, {"likelihood": "categorical", **TWO}),
+        ({**VERTICAL, "participation": 0.6, "max_staleness": 2}, PLAIN, {"likelihood": "bernoulli"}),
     ],
 )  # fmt: skip
 def test_every_kind_of_vertical_job_is_carried(
@@ -358,7 +359,7 @@ def test_every_kind_of_vertical_job_is_carried(
 ) -> None:
     job = ColumnsJob(world, tmp_path, algorithm=algorithm, aggregation=aggregation, model=model)
     for site in SILOS:
-        job.allow(site, disclosures=["person_rows", "sampled_records"])
+        job.allow(site, disclosures=["person_rows", "changing_cohorts", "sampled_records"])
     assert job.run() == job.local()
     owned(job, world)
 

@@ -133,6 +133,25 @@ def test_the_broadcast_carries_the_pull_and_nothing_of_one_silo() -> None:
     assert all(torch.equal(b.tensors["pull"], last[0].tensors["pull"]) for b in last)
 
 
+def test_silos_may_be_absent_up_to_the_bound() -> None:
+    """Three of six silos a round, more when due: no z_j in the sum is older than the bound; the total is their sum."""
+    config = Vertical(response="private", rounds=40, participation=0.5, max_staleness=2)
+    parties = _parties(config, silos=6)
+    server, engine = parties.server, parties.engine
+    cohorts, last = [], dict.fromkeys(engine.silos, -1)
+    for round_ in range(40):
+        asked = server.program.broadcast(server.state.algorithm, 99, {}).cohort
+        engine.run(server.round())
+        state = server.state.algorithm
+        last |= dict.fromkeys(asked, round_)
+        assert all(round_ - before <= 2 for before in last.values())
+        cohorts.append(len(asked))
+        sent = sum(s.pending.local.sent for s in engine.silos.values() if s.pending is not None)
+        torch.testing.assert_close(state.total, sent, rtol=0, atol=1e-6)
+    assert cohorts[0] == 6
+    assert min(cohorts[1:]) == 3
+
+
 def test_a_silo_that_does_not_answer_stops_the_round() -> None:
     """A sum without it is no predictor: the state stays as it was."""
     columns, y = _data(4)
@@ -208,3 +227,7 @@ def test_bad_input_is_refused() -> None:
         sf.fit(sf.Columns(Bernoulli(), y, [linear()] * 2), columns)
     with pytest.raises(InputError, match="power-likelihood"):
         Vertical(model="power", response="private")
+    with pytest.raises(InputError, match="belong together"):
+        Vertical(participation=0.5)
+    with pytest.raises(InputError, match="augmented"):
+        Vertical(model="power", participation=0.5, max_staleness=2)

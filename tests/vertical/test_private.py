@@ -174,6 +174,7 @@ def test_a_private_response_is_noised_before_it_is_broadcast() -> None:
         ({"model": "power", "response": "shared"}, {}, "augmented"),
         ({"local_steps": 2}, {}, "local_steps"),
         ({"damping": 0.5}, {}, "damping = 0.5"),
+        ({"max_staleness": 2, "participation": 0.9}, {}, "max_staleness"),
         ({}, {"objective_share": 0.1}, "objective_share"),
         ({}, {"public_counts": True}, "public_counts"),
     ],

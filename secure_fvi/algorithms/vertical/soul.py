@@ -96,6 +96,7 @@ class Soul(RunShape):
     importance_samples: ClassVar[int] = 1
     family: ClassVar[str] = "point"
     batch_size: ClassVar[None] = None
+    max_staleness: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check(self)

@@ -8,7 +8,8 @@
     server:  augmented: works out the pull of s, and takes a step on q(gamma)
              power: sends s and gamma; silos add up their slopes d_j, and it takes its step with the second total
 
-A silo replays the noise of the round it was last in from its own keyed generator.
+A silo replays the noise of the round it was last in from its own keyed generator, also when it was absent since. With
+`max_staleness` silos send the change of their z_j, and s is the running total: an absent silo's last z_j stays in.
 Under privacy a person enters each round twice, in theta_j's noised gradient and in its row of z_j, and pulls on a
 private response pass the holder's own gate before they are broadcast (docs/privacy-analysis.md, section 7).
 
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms import stopping
-from secure_fvi.algorithms.base import PRIVATE, Broadcast, Phase, Posterior, Step, Verdict
+from secure_fvi.algorithms.base import PRIVATE, Broadcast, Phase, Posterior, Step, Verdict, choose_cohort
 from secure_fvi.algorithms.by_record import ByRecord
 from secure_fvi.algorithms.kit import Answer, Program, RowAnswer, Sum, Totals
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, RecordSlopes, marginal, slopes_by_record
@@ -53,10 +54,10 @@ from secure_fvi.algorithms.vertical.steps import (
     share,
 )
 from secure_fvi.compiled import Mode, Traced, TracedOnMade
-from secure_fvi.disclosure import Declaration, Sums
+from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, one_line
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.options import SCHEDULES, Count, Part, Positive, Says, Schedule, Share, check
+from secure_fvi.options import SCHEDULES, Count, Part, Positive, Says, Schedule, Share, Whole, check
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.privacy.terms import REPLACE, Extent, Terms, agree
@@ -84,6 +85,10 @@ class RunShape:
     response: Literal["shared", "private"]
     rounds: int
     bound: float
+
+    @property
+    def participation(self) -> float:
+        return 1.0
 
     @property
     def weight_concentration(self) -> float | None:
@@ -119,10 +124,12 @@ class RunShape:
             SLOPE_PHASE: "its slope of the likelihood at each person, its gradient in the shared parameters gamma, and "
             "its weighted part of the log-likelihood",
         }
-        sums = tuple(Sums(phase, self.rounds, what[phase], silos) for phase in self.phases)
+        asked = drawn(silos, self.participation)
+        sums = tuple(Sums(phase, self.rounds, what[phase], *asked) for phase in self.phases)
+        keeps, because = "its parameters' posterior", f"participation = {self.participation:g}"
         # Of batches nobody knows the share before the people are counted: it may be one person.
         share = 1.0 if getattr(self, "batch_size", None) is None else 0.0
-        return Declaration(self.rounds, sums, "its parameters' posterior", share=share, people=True)
+        return Declaration(self.rounds, sums, keeps, share=share, because=because, people=True)
 
     def check_response(self) -> None:
         """Raise InputError for a model and a setting that do not go together."""
@@ -170,6 +177,11 @@ class Vertical(RunShape):
     """The share of last iterates that is averaged."""
     optimizer: str = "adam"
     """Of silos and server, as in `optimizers.Optimizer`."""
+    participation: Share = 1.0
+    """Of the silos, asked in a round; an absent silo's last z_j stays in the sum (augmented-variable model, all records
+    a round)."""
+    max_staleness: Whole = 0
+    """Rounds for which it may: then the silo is asked again whatever the draw."""
     bound: Positive = 2.0**20
     """Largest absolute value of an element of a contribution; past it a silo refuses."""
 
@@ -187,6 +199,13 @@ class Vertical(RunShape):
                 "use an amortised or mean-field auxiliary"
             )
         Optimizer(self.optimizer, self.learning_rate)
+        if (self.participation < 1) != (self.max_staleness > 0):
+            raise InputError("participation below 1 and max_staleness above 0 belong together: give both or neither")
+        if self.max_staleness and (self.is_power or self.batch_size is not None):
+            raise InputError(
+                "silos may be absent from rounds in the augmented-variable model with all records in each round only: "
+                "the power likelihood needs every silo's slope, and a batch z_j that were sent before"
+            )
 
     def resolved(self, likelihood: Likelihood) -> Vertical:
         """With the auxiliary family that is used. Raises InputError where `likelihood` cannot be integrated."""
@@ -286,7 +305,7 @@ class VerticalState(NamedTuple):
     pull: Tensor  # (B, C) what the next round's broadcast carries: dlog p(y | s)/ds, or D
     curvature: Tensor  # ()
     value: float  # power: sum_j w_j log p, nats
-    total: Tensor  # (B, C) s: of this round between two phases
+    total: Tensor  # (B, C) s: of this round between two phases, the running total under staleness
     mass: float  # power with learned weights: normaliser of the silos' weights
     local: float  # nats: the silos' part of the bound of this round
     objective: float  # the bound as estimated in the last round, nats
@@ -313,6 +332,7 @@ class VerticalLocal(NamedTuple):
     averaged: int
     sent_round: int  # the round whose z_j the server has, -1 before the first
     turn: int  # of the silo's own count when it drew that z_j: its noise is replayed from there
+    sent: Tensor  # (N, C) that z_j under staleness, (0, C) otherwise
     logit: Tensor  # () of the likelihood weight
     answered: Answered
     monitor: stopping.Monitor  # of q(theta_j)
@@ -341,6 +361,7 @@ class ColumnsProgram(Program):
         self.batch = functools.lru_cache(maxsize=2)(self._batch)
         self.batch_records = min(config.batch_size or problem.records, problem.records)
         self.weight = problem.records / self.batch_records
+        self._cohorts, self._last = list[tuple[str, ...]](), dict.fromkeys(problem.silos, -1)
 
     @abstractmethod
     def set_silo(self, predictor: Predictor) -> None:
@@ -367,6 +388,17 @@ class ColumnsProgram(Program):
             sent, scalars = {"sum": rows, "gamma": (self.gamma_size,)}, ("scale", "averaging", "mass")
             found[SLOPE_PHASE] = Sum(blocks[SLOPE_PHASE], when, sent, scalars=scalars)
         return found
+
+    def cohort(self, round_: int) -> tuple[str, ...]:
+        """The silos asked in a round: by a public coin, and all whose last z_j has reached the bound on staleness."""
+        problem, config = self.problem, self.config
+        while len(self._cohorts) <= round_:
+            at = len(self._cohorts)
+            chosen = choose_cohort(problem.silos, self.cohort_size, problem.seed, at)
+            due = [s for s, last in self._last.items() if last < 0 or at - last > config.max_staleness]
+            self._cohorts.append(tuple(sorted({*chosen, *due})))
+            self._last |= dict.fromkeys(self._cohorts[at], at)
+        return self._cohorts[round_]
 
     def weights(self) -> Tensor:
         """(B,) what each record of a batch stands for."""
@@ -442,6 +474,8 @@ class ColumnsProgram(Program):
         if message.phase == SLOPE_PHASE:
             return self._after_slopes(state, sums)
         s = self.move(sums[AUXILIARY])
+        if self.config.max_staleness:
+            s = s + state.total
         state = state._replace(
             total=s,
             local=scale * float(sums[LOCAL]) if LOCAL in sums else math.nan,
@@ -582,6 +616,10 @@ class VerticalProgram(ColumnsProgram):
                     f"{option} = {getattr(config, option)!r} is not available under privacy: noise is added to one "
                     "gradient and one row of z_j a round; use the augmented-variable model, local_steps = 1, no damping"
                 )
+        if config.max_staleness:
+            raise InputError(
+                "a silo whose last z_j stays in the sum is not available under privacy: set max_staleness = 0"
+            )
         shared = self.batch_records * self.columns
         both = agree(privacy, len(self.problem.silos), 1.0, 2 * config.rounds, Extent(shared, 0, 0))
         # The retries that were paid for in `both` go to each of the two.
@@ -613,9 +651,10 @@ class VerticalProgram(ColumnsProgram):
         params, moments = self.core.init(view.size, generator)
         params, moments = SiloParams(*map(self._moved, params)), Moments(*map(self._moved, moments))
         zero = self.move(torch.zeros(0, self.columns))
+        sent = zero.new_zeros(view.size, self.columns) if self.config.max_staleness else zero
         gamma, scalar = zero.new_zeros(self.gamma_size), zero.new_zeros(())
         answered = Answered(zero, zero, gamma, scalar, scalar)
-        return VerticalLocal(params, moments, params.shared, 0, -1, 0, scalar, answered, stopping.start())
+        return VerticalLocal(params, moments, params.shared, 0, -1, 0, sent, scalar, answered, stopping.start())
 
     def answer(self, message: Broadcast, local: VerticalLocal, view: Any) -> Answer | RowAnswer:
         if message.phase == SLOPE_PHASE:
@@ -631,12 +670,10 @@ class VerticalProgram(ColumnsProgram):
             local = self._finished(message, local, SiloParams(*found[0]), Moments(*found[1]))
         local = local._replace(sent_round=message.round, turn=view.turn)
         draw = self._draw_at(local, view)
-        told = {
-            AUXILIARY: draw.z,
-            LOCAL: draw.local,
-            UNSETTLED: float(not settled(local.monitor)),
-            MASS: local.logit.exp(),
-        }
+        z = draw.z
+        if self.config.max_staleness:
+            z, local = draw.z - local.sent, local._replace(sent=draw.z)
+        told = {AUXILIARY: z, LOCAL: draw.local, UNSETTLED: float(not settled(local.monitor)), MASS: local.logit.exp()}
         return Answer(told, local)
 
     def local_fit(self, local: VerticalLocal) -> Any:
