@@ -219,7 +219,7 @@ def _with(data: bytes, at: int, new: bytes) -> bytes:
 
 
 class TestOneForm:
-    """What is wrong with others' bytes is found before TenSEAL has them: each fault alone, beside bytes that are right."""
+    """What is wrong with others' bytes is found before TenSEAL has them: each fault alone, beside right bytes."""
 
     def test_a_ciphertext_has_one_form(self):
         (_, sizes), (_, frame) = schemes._fields(ciphertext(BFV))
