@@ -315,7 +315,7 @@ class Farm:
 
     def _in_order(self, refusal: Refusal, tests: list[str], reach: dict[str, Any]) -> list[str]:
         """Quick ones first; where many reach a check, those before them in which it has refused something: a raise of
-        the function that is called, or else one of the same module."""
+        the function that is called, a fault that the condition's function finds, or else one of the same module."""
         called = re.match(r"(?:[\w.]*\.)?(\w+)\(", refusal.text) if refusal.kind == "call" else None
 
         def key(name: str) -> tuple[int, float]:
@@ -323,6 +323,8 @@ class Farm:
                 return 0, reach[name][1]
             refused = [r.split("|")[:2] for r in reach[name][2] if "|raise|" in r or "|fault|" in r]
             if called and any(inside.rpartition(".")[2] == called[1] for _, inside in refused):
+                return 0, reach[name][1]
+            if not called and any(f"{refusal.inside}(" in r for r in reach[name][2] if "|fault|" in r):
                 return 0, reach[name][1]
             return 1 if any(file == refusal.file for file, _ in refused) else 2, reach[name][1]
 
