@@ -326,7 +326,7 @@ def _centre(fn: Any) -> Tensor | None:
     for attempt in (lambda: fn.mean, lambda: fn.icdf(torch.full(fn.shape(), 0.5)), drawn, unconstrained):
         try:
             value: Tensor = attempt().detach().expand(fn.shape()).clone()
-        except (NotImplementedError, AttributeError):
+        except (NotImplementedError, AttributeError, RuntimeError):  # of some mixtures Pyro cannot draw many at once
             continue
         if not bool(torch.isfinite(value).all()) or not bool(fn.support.check(value).all()):
             continue

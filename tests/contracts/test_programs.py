@@ -334,6 +334,18 @@ def test_a_prior_on_a_simplex_has_a_centre_to_start_from() -> None:
         build(sf.FederatedModel(program, record_plate="r"), PLAIN, compile=False)
 
 
+def test_a_records_latent_of_which_many_cannot_be_drawn_at_once_begins_at_nothing() -> None:
+    def program(y: Tensor) -> None:
+        mu = _level()
+        with pyro.plate("r", len(y)):
+            mixture = dist.MixtureOfDiagNormals(torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2))
+            b = pyro.sample("b", mixture.expand([len(y)]))
+            pyro.sample("y", dist.Normal(mu + b.sum(-1), 1.0), obs=y)
+
+    with pytest.warns(SecureFVIWarning, match="site 'b' has no finite centre"):
+        build(sf.FederatedModel(program, record_plate="r"), PLAIN, compile=False)
+
+
 def test_what_is_to_be_written_for_a_mixture_is_the_mixture() -> None:
     """Two priors one of which is read: at one point both have the same density."""
 
