@@ -74,8 +74,8 @@ class Home:
 
     def __init__(self, path: Path, passphrase: str | None = None) -> None:
         """Raises InputError where there is no site, or where others may write to its folder."""
-        self.path, self.passphrase = path, passphrase
-        site = parse_table(read_bytes(path / "site.toml", "the site's file"), _Site, f"'{path / 'site.toml'}'")
+        self.path, self.passphrase, file = path, passphrase, path / "site.toml"
+        site = parse_table(read_bytes(file, "the site's file", makes="`secure-fvi keys init`"), _Site, f"'{file}'")
         self.id, self.role, self.addresses = site.id, site.role, site.addresses
         self._checked: tuple[_Files, ConsortiumRoster, Identity] | None = None
         check_private(path)

@@ -88,13 +88,14 @@ class Table(BaseModel):
 T = TypeVar("T", bound=BaseModel)
 
 
-def read_bytes(path: Path, what: str, most: int = 1 << 20) -> bytes:
-    """The content of a file of at most `most` bytes. Raises InputError that calls it `what`."""
+def read_bytes(path: Path, what: str, most: int = 1 << 20, makes: str = "") -> bytes:
+    """The content of a file of at most `most` bytes. Raises InputError that calls it `what`; makes: what makes one."""
     try:
         with path.open("rb") as file:
             content = file.read(most + 1)
     except OSError as error:
-        raise InputError(f"cannot read {what} '{path}': {error.strerror}") from None
+        hint = f"; {makes} makes one" if makes and isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"cannot read {what} '{path}': {error.strerror}{hint}") from None
     if len(content) > most:
         raise InputError(f"{what} '{path}' has more than {most} bytes")
     return content

@@ -341,7 +341,7 @@ def read_policy(path: Path) -> SitePolicy:
     Raises InputError for an unknown key, a value that is none, a file that others may write to, or two data sets that
     read one file.
     """
-    content = read_bytes(path, "the policy")
+    content = read_bytes(path, "the policy", makes="`secure-fvi policy init`")
     check_private(path)
     check_private(path.resolve().parent)
     return SitePolicy(content, parse_table(content, _File, f"'{path}'"), path.resolve().parent)
@@ -355,7 +355,8 @@ def write_template(path: Path) -> None:
     except FileExistsError:
         raise InputError(f"'{path}' is there already; edit it") from None
     except OSError as error:
-        raise InputError(f"cannot write '{path}': {error.strerror}") from None
+        hint = "; `secure-fvi keys init` makes a site's folder" if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"cannot write '{path}': {error.strerror}{hint}") from None
     path.chmod(0o600)
 
 

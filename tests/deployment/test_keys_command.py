@@ -108,7 +108,8 @@ def test_plain_mistakes_are_one_line(shell: Shell) -> None:
     init = ("keys", "init", "--role", "silo", "--home")
     shell.refused(2, "'north' holds the site 'north' already", *init, "north", "--id", "other")
     shell.refused(2, "must be 1 to 63 letters", *init, "new", "--id", "no spaces please")
-    shell.refused(2, "cannot read the site's file", "keys", "check", "--home", "nowhere")
+    for command in (("keys", "check"), ("policy", "init"), ("status",)):
+        shell.refused(2, "`secure-fvi keys init` makes", *command, "--home", "nowhere")
     shell.refused(2, "holds no roster", "keys", "roster", "sign", "--home", "north", "--yes-code", "1")
     shell.refused(2, "cannot read the roster", "keys", "roster", "show", "nothing.toml")
     shell.refused(2, "cannot read the file", "keys", "install", "--home", "north", "nothing.crt")
