@@ -31,7 +31,7 @@ from torch import Tensor
 
 from secure_fvi.dictionary import RECORD_ID, Column, Dictionary, Missing, dictionary_of, read_dictionary
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
-from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out, places
+from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out, places, read_data
 from secure_fvi.formula import (
     ADDITIONS,
     FAMILIES,
@@ -48,6 +48,7 @@ from secure_fvi.formula import (
     parse,
     response_of,
 )
+from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.runs.wording import nearest
 from secure_fvi.summary import counts_noise, quantiles, shown, weighted_moments
 from secure_fvi.supports import ReachesFar, ReachesZero
@@ -75,6 +76,8 @@ _SHARED, _SDS = "contrasts, partially non-centred together, sds that reach far",
 _UNITS, _FEWER_UNITS = 10.0, 25.0
 #: Of the groups of a global term, and cells of a silo's table once records are laid out.
 _MOST_EFFECTS, _MOST_CELLS = 100_000, 2**29
+#: Cells of one record, under record privacy, where nothing may follow from how many records there are.
+_CELLS_A_RECORD = 2**16
 #: Of a record's latents, by which the bound is tightened.
 _SAMPLES = 20
 #: Of a local fit without latents, whose steps have the noise of one draw of Z_G alone.
@@ -583,9 +586,24 @@ class MixedModel(FederatedModel):
         sized = ["rows" if t.place == "record" else t.of.label for t in self.of.terms if t.place != "global"]
         return [name for name in sized if name not in self.of.most]
 
-    def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
+    def check_declared(self, privacy: object) -> None:
+        """As of any model; under record privacy a record is no larger than tables of any number of them may hold: to
+        refuse a table for its cells would tell how many there are."""
+        super().check_declared(privacy)
+        if not isinstance(privacy, RecordDP):
+            return
+        rows = self.of.most.get("rows", 1)
+        if rows * self.of.cells > _CELLS_A_RECORD:
+            raise InputError(
+                f"under record privacy a record is laid out in at most {_CELLS_A_RECORD} cells, and most.rows = {rows} "
+                f"of {self.of.cells} cells, by this formula, are {rows * self.of.cells}: give most.rows = "
+                f"{_CELLS_A_RECORD // self.of.cells} or less, or fewer columns"
+            )
+
+    def prepared(self, silos: Mapping[str, Any], limited: bool = True) -> dict[str, Any]:
         """Tables (dicts of columns, pandas, polars, Arrow, or coded ones) as the program takes them. Raises DataError,
-        which names the silo, the column and the rows, and InputError where two silos hold the same rows."""
+        which names the silo, the column and the rows, and InputError where two silos hold the same rows. limited: to
+        so many cells in all, which is not to be asked where each record stands for itself."""
         if all(isinstance(table, Laid) for table in silos.values()):
             return dict(silos)
         read = {name: _read(self.of, self.columns, table, name) for name, table in silos.items()}
@@ -598,10 +616,13 @@ class MixedModel(FederatedModel):
         rows = max(int(np.bincount(r.record).max()) if r.record is not None else 1 for r in read.values())
         for name, r in read.items():
             self.of.counts[name] = {"rows": r.rows, "left out": r.left_out, "groups": r.groups}
+        for name, r in read.items() if limited else ():
+            _check_cells(self.of, r, name, rows)
         return {name: _laid(self.of, r, name, rows, sizes) for name, r in read.items()}
 
-    def those_that_fit(self, found: Coded, silo: str, spoilt: list[str]) -> Coded:
-        """The rows of those records which `prepared` takes by themselves. spoilt: is told of the others."""
+    def those_that_fit(self, found: Coded, silo: str, spoilt: list[str], dtype: torch.dtype = torch.float64) -> Coded:
+        """The rows of those records which `prepared` and `read_data` take by themselves. spoilt: is told of the
+        others."""
         label = next((t.of.group for t in self.of.terms if t.place == "record"), None)
         record = np.arange(len(found.columns[self.of.response.name]))
         if label is not None:
@@ -611,7 +632,7 @@ class MixedModel(FederatedModel):
 
         def failing(some: np.ndarray[Any, Any]) -> list[int]:
             try:
-                self.prepared({silo: found.of_rows(np.isin(record, some))})
+                read_data(self.prepared({silo: found.of_rows(np.isin(record, some))}, False)[silo], silo, dtype)
                 return []
             except Exception as error:
                 if len(some) == 1:
@@ -655,7 +676,9 @@ class MixedModel(FederatedModel):
         frame = {of.response.name: np.zeros(found.read, dtype=np.int64), **found.columns}
         table = _grouped(of, frame, found.read, 0)
         record = np.arange(found.read) if table.record is None else table.record
-        laid = _laid(of, table, "predict", int(np.bincount(record).max()), table.groups)
+        rows = int(np.bincount(record).max())
+        _check_cells(of, table, "predict", rows)
+        laid = _laid(of, table, "predict", rows, table.groups)
 
         def read(draws: dict[str, Tensor]) -> dict[str, Tensor]:
             y = draws["y"][:, record, places(record)]
@@ -680,8 +703,9 @@ class MixedModel(FederatedModel):
         shared = [t.of.label for t in self.of.terms if t.place == "global"]
         return few_said(few_records(self.text, self.of.dictionary, columns, self.record_label, shared))
 
-    def check_apart(self) -> None:
-        """Raises InputError where parties that share no process could not agree on what tables come to."""
+    def check_apart(self, privacy: object) -> None:
+        """Raises InputError where parties that share no process could not agree on what tables come to, or where
+        `check_declared` does."""
         of = self.of
         if lacking := self._unsized:
             raise InputError(
@@ -697,6 +721,7 @@ class MixedModel(FederatedModel):
                 )
         if told := [n for t in of.terms if t.place == "global" for n in t.of.group if not of.dictionary[n].shared]:
             raise InputError(f"model.options.shared: sites' dictionaries have to say it: shared = true of '{told[0]}'")
+        self.check_declared(privacy)
 
     def summary(self, result: Result) -> Summary:
         """The posterior in the user's units, of the draws that `Result.summary` is of."""
@@ -753,6 +778,12 @@ class Parts(NamedTuple):
         """Columns of a silo's table that are read, but for the response."""
         names = {*self.fixed.columns, *(c for t in self.terms for c in (*t.design.columns, *t.of.group))}
         return names | {c for e in (*self.offsets, *self.additions.values()) for c in e.columns}
+
+    @property
+    def cells(self) -> int:
+        """Numbers that a row is laid out in (`_flat`)."""
+        own = sum((not t.design.constant) * t.design.size + (t.place != "record") for t in self.terms)
+        return 2 + len(self.kept) + bool(self.offsets) + len(self.additions) + own
 
     def numbered(self, term: Term) -> bool:
         """Whether the dictionary numbers the groups of a silo's term: it lists them, and `most` has room for all. Else
@@ -1016,6 +1047,13 @@ def _check_groups_occur(of: Parts, tables: Sequence[_Table]) -> None:
                 )
 
 
+def _check_cells(of: Parts, table: _Table, silo: str, rows: int) -> None:
+    """Raise DataError for a table that would take more memory than most machines have."""
+    most, records = of.most.get("rows", rows), table.rows if table.record is None else int(table.record.max()) + 1
+    if (cells := records * most * of.cells) > _MOST_CELLS:
+        raise DataError(f"silo '{silo}': {records} records of {most} rows are {cells} cells; at most {_MOST_CELLS}")
+
+
 def _laid(of: Parts, table: _Table, silo: str, rows: int, sizes: Mapping[str, int]) -> Laid:
     """Rows by record, (N, M, ...), and as many groups as the silo with most has."""
     try:
@@ -1025,9 +1063,6 @@ def _laid(of: Parts, table: _Table, silo: str, rows: int, sizes: Mapping[str, in
     most = of.most.get("rows", rows)
     record = np.arange(table.rows) if table.record is None else table.record
     check_rows(record, most, silo)
-    records = table.rows if table.record is None else int(record.max()) + 1
-    if (cells := records * most * sum(math.prod(v.shape[1:]) for v in flat.values())) > _MOST_CELLS:
-        raise DataError(f"silo '{silo}': {records} records of {most} rows are {cells} cells; at most {_MOST_CELLS}")
     out = Laid()
     for name, values in flat.items():
         alone = table.record is None and most == 1  # no copy

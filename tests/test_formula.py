@@ -36,7 +36,7 @@ from secure_fvi.mixed_model import Counts, MixedModel, glmm, marginal, user_draw
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import parse as parse_config
 from secure_fvi.runs.options import build
-from secure_fvi.runs.records import FormulaOptions, formula_model, formula_part, schema_beforehand
+from secure_fvi.runs.records import FormulaOptions, formula_model, formula_part, schema_beforehand, silo_part
 from secure_fvi.tables import code_columns, read_coded
 
 COLUMNS = {
@@ -474,6 +474,53 @@ def test_records_that_do_not_fit_are_left_out_each_for_itself() -> None:
     assert len(of.prepared({"a": kept})["a"]["y"]) == 2
 
 
+def _of_tables(folder: Path, lines: str, rows: int, dtype: str = "float64") -> tuple[Any, MixedModel]:
+    """The job of a formula under record privacy, of records of `rows` rows, and its model; `lines` is a's table."""
+    columns = {"y": {"kind": "number", "centre": 0.0, "scale": 1.0}, "who": {"kind": "integer"}}
+    (folder / "d.toml").write_text(wording.dumps({"format": 1, "columns": columns}))
+    (folder / "a.csv").write_text("y,who\n" + lines)
+    options = {"record": "who", "most": {"rows": rows}}
+    said = {"formula": "y ~ 1 + (1 | who)", "dictionary": str(folder / "d.toml"), "options": options}
+    job = {"model": said, "silo": [{"id": name, "data": str(folder / "a.csv")} for name in "abc"]}
+    config = parse_config(job | {"run": {"dtype": dtype}, "privacy": {"unit": "record", "epsilon": 1.0}}, "test")
+    return config, formula_model(config.model)
+
+
+def test_no_number_of_records_makes_a_table_too_large_under_record_privacy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a record is laid out in is limited by the job alone, before any is read. The control: all cells of a table
+    are, as was shipped, so that a server's most.rows sets at which number of records one more takes all others out."""
+    records, private = 2**20 // (3 * 4096), sf.RecordDP(noise_multiplier=1.0, clipping_norm=1.0)
+    lines = [f"{k % 2},{k}\n" for k in range(records + 1)]
+    monkeypatch.setattr(mixed_model, "_MOST_CELLS", 2**20)
+    for number in (records, records + 1):
+        config, of = _of_tables(tmp_path, "".join(lines[:number]), 4096)
+        of.check_apart(private)
+        laid = formula_part(config, "a", of, spoilt := [])[0]
+        assert len(laid["y"]) == number
+        assert not spoilt
+    with pytest.raises(DataError, match="86 records of 4096 rows are 1056768 cells; at most 1048576"):
+        formula_part(config, "a", of)
+    _, large = _of_tables(tmp_path, "0,1\n", 100_000)
+    for check in (large.check_apart, large.check_declared):
+        with pytest.raises(InputError, match=r"a record is laid out in at most 65536 cells.*give most.rows = 21845"):
+            check(private)
+        check(sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0))
+
+
+def test_a_number_past_the_runs_type_takes_no_other_record_away(tmp_path: Path) -> None:
+    """1e39 is none of 32 bits, by which the whole table was refused once. The control: in 64 bits it is one."""
+    for dtype, kept in (("float32", 5), ("float64", 6)):
+        config, of = _of_tables(tmp_path, "".join(f"{k},{k}\n" for k in range(5)) + "1e39,9\n", 1, dtype)
+        spoilt: list[str] = []
+        laid = formula_part(config, "a", of, spoilt)[0]
+        assert len(read_data(laid, "a", config.run.torch_dtype)[1].rows["y"]) == kept
+        table, _, _ = silo_part(config, "a", None, others := [])
+        assert len(read_data(table, "a", config.run.torch_dtype)[1].rows["y"]) == kept
+        assert len(spoilt) == len(others) == 6 - kept
+
+
 @pytest.mark.parametrize(
     ("family", "text", "options"),
     [
@@ -498,7 +545,8 @@ def test_the_schema_of_a_formula_follows_from_no_record(
     job = {"model": said, "silo": [{"id": name, "data": str(tmp_path / "a.csv")} for name in "abc"]}
     config = parse_config(job, "test")
     model = formula_model(config.model)
-    found, _ = read_data(formula_part(config, "a", model)[0], "a", torch.float64)
+    found, records = read_data(formula_part(config, "a", model)[0], "a", torch.float64)
+    assert sum(value[0].numel() for value in records.rows.values()) == options["most"]["rows"] * model.of.cells
     assert schema_digest(schema_beforehand(config, "a", model, torch.float64)) == schema_digest(found)
 
 

@@ -358,6 +358,7 @@ def _job(
 def _settled(config: Config) -> dict[str, Any]:
     """The options of a formula, with the most rows of a record and groups of a silo that its tables come to; under
     privacy nothing is looked up, and what lacks is refused."""
+    from secure_fvi.runs.options import chosen
     from secure_fvi.runs.records import formula_model, formula_rows
 
     model, options = formula_model(config.model), config.model.options
@@ -367,7 +368,7 @@ def _settled(config: Config) -> dict[str, Any]:
     most |= {t.of.label: some[f"n{k}"] for k, t in enumerate(model.of.terms) if t.place == "silo"}
     if most and config.privacy is None:
         options = {**options, "most": {**most, **options.get("most", {})}}
-    formula_model(config.model.model_copy(update={"options": options})).check_apart()
+    formula_model(config.model.model_copy(update={"options": options})).check_apart(chosen(config)[2])
     return options
 
 

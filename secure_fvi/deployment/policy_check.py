@@ -311,7 +311,7 @@ def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iter
     if unlike := job_dictionary(model).differences(own):
         yield f"its dictionary is not this site's: {'; '.join(unlike)}"
         return
-    formula_model(model).check_apart()
+    formula_model(model).check_apart(chosen(offer.config)[2])
 
 
 def _package(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:

@@ -96,7 +96,7 @@ def remote_federation(
     else:
         model, description = model_for(config, sandbox, None, None, home.path)
     if isinstance(model, MixedModel):
-        model.check_apart()
+        model.check_apart(privacy)
     threads = 1 if config.run.threads == "auto" else config.run.threads
     complete = written_out(config, threads, algorithm, aggregation, privacy)
     return RemoteFederation(

@@ -406,7 +406,8 @@ class SiteJob:
         return _Own(schema, Records(schema.dummy_rows(size), size), torch.arange(size), False, cohort)
 
     def _view(self, own: _Own) -> SiloView:
-        """What the program may use of the site's records; under silo privacy, of none, where they do not fit it."""
+        """What the program may use of the site's records; under privacy, of none, where they do not fit it: one by one
+        they always do, and what is left then is that all of them take too much memory."""
 
         def view(own: _Own, unfit: Callable[[Exception], None] | None) -> SiloView:
             with _of_data(self.home.id):
@@ -414,15 +415,14 @@ class SiteJob:
 
         if self.unfit.whole:
             return view(own, lambda _: None)
-        if isinstance(self._privacy, RecordDP):
-            return view(own, self.unfit.tell)
+        by_record = isinstance(self._privacy, RecordDP)
         try:
-            return view(own, None)
+            return view(own, self.unfit.tell if by_record else None)
         except DataError as error:
             if self._privacy is None:
                 raise
             self.unfit.tell(error, whole=True)
-            return view(self._nobodys(own.schema, own.cohort, 1), lambda _: None)
+            return view(self._nobodys(own.schema, own.cohort, 1 - by_record), lambda _: None)
 
     def _check_charge(self, message: bytes) -> None:
         """Raises SessionLost for a sum that the ledger has charged and whose answer was not kept: the process was

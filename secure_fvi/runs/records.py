@@ -225,20 +225,21 @@ def silo_part(
     own = torch.arange(_rows(table)) if given is None else given
     _check_ids(at, own)
     if spoilt is not None:
-        kept = _whole(table, own, spoilt)
+        kept = _whole(table, own, spoilt, config.run.torch_dtype)
         table, own = {name: value[kept] for name, value in table.items()}, own[kept]
     return table, own, given is not None
 
 
-def _whole(table: Mapping[str, Tensor], ids: Tensor, spoilt: list[str]) -> Tensor:
-    """(N,) which rows are finite throughout and have an id of their own. spoilt: is told which columns are not."""
+def _whole(table: Mapping[str, Tensor], ids: Tensor, spoilt: list[str], dtype: torch.dtype) -> Tensor:
+    """(N,) which rows are finite throughout, in numbers of the run's `dtype`, and have an id of their own. spoilt: is
+    told which columns are not."""
     fits = ids >= 0
     _, place, counts = ids.unique(return_inverse=True, return_counts=True)
     fits &= (counts == 1)[place]
     wrong = {RECORD_ID: ~fits}
     for name, value in table.items():
         if value.is_floating_point():
-            wrong[name] = ~torch.isfinite(value.flatten(1) if value.dim() > 1 else value[:, None]).all(1)
+            wrong[name] = ~torch.isfinite(value.to(dtype).reshape(len(value), -1)).all(1)
     for name, bad in wrong.items():
         fits &= ~bad
         if bool(bad.any()):
@@ -335,8 +336,8 @@ def formula_part(
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
     found = formula_rows(config.silo[at], f"silo[{at}].data", model, spoilt)
     if spoilt is not None:
-        found = model.those_that_fit(found, silo, spoilt)
-    laid: dict[str, Any] = model.prepared({silo: found})[silo]
+        found = model.those_that_fit(found, silo, spoilt, config.run.torch_dtype)
+    laid: dict[str, Any] = model.prepared({silo: found}, limited=spoilt is None)[silo]
     return laid, found
 
 

@@ -210,6 +210,26 @@ def test_of_data_that_cannot_be_used_there_is_noise(
         plain.join()
 
 
+@pytest.mark.slow
+def test_of_records_that_take_more_memory_than_there_is_there_is_noise(
+    world: World, tmp_path: Path, right: dict[str, Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many there are decides on it, so no refusal tells."""
+    made = site_job.silo_view
+
+    def view(silo: str, problem: Any, records: Any, *rest: Any) -> Any:
+        if silo == "east" and records.size:
+            raise MemoryError
+        return made(silo, problem, records, *rest)
+
+    monkeypatch.setattr(site_job, "silo_view", view)
+    study = Study(world, tmp_path / "job", PRIVACY["record"])
+    wrong = ran(study)
+    assert same(right["record"], wrong)
+    assert not any(bool(total.any()) for total in wrong.sums)
+    assert "MemoryError" in told(study)[1]
+
+
 def test_a_job_that_was_begun_with_data_goes_on_without(world: World, tmp_path: Path) -> None:
     """The process is killed after a round, twice, and the file changed meanwhile, by a record, and mended: the server
     sees what it does where the file stays as it is, and there is noise alone from then on."""
