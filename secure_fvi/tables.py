@@ -50,6 +50,8 @@ _FUNCTIONS = {"unnest", "range", "generate_series"}
 #: look at DuckDB, the clock's, and those of its macros that are plain expressions. A file's macros are none of these.
 _CONSISTENT = """SELECT function_name FROM duckdb_functions() WHERE internal AND NOT starts_with(function_name, '__')
     AND function_type IN ('scalar', 'aggregate', 'window') AND coalesce(stability, 'CONSISTENT') = 'CONSISTENT'"""
+_OF_A_ROW = """SELECT function_name FROM duckdb_functions() WHERE internal AND function_name <> 'unnest'
+    GROUP BY ALL HAVING bool_and(function_type = 'scalar')"""
 _OF_ITSELF = {"version", "json_serialize_plan"}
 _CLOCK = {"current_date", "get_current_time", "get_current_timestamp", "now", "today", "transaction_timestamp"}
 _MACROS = {
@@ -57,6 +59,8 @@ _MACROS = {
     "json", "map_contains_entry", "map_contains_value", "md5_number_lower", "md5_number_upper", "nullif",
     "regexp_split_to_table", "split_part", "wavg", "weighted_avg",
 }  # fmt: skip
+#: Of these, what makes one value of several rows, or several rows.
+_OF_ROWS = {"generate_subscripts", "geomean", "geometric_mean", "regexp_split_to_table", "wavg", "weighted_avg"}
 _MACROS_OF_LISTS = ("list_", "array_")
 #: What follows from the order of the rows, unless an ORDER BY in it says which; and what does whatever is said.
 _ORDERED = {
@@ -185,9 +189,9 @@ def read_coded(
     and those of SQLite have the types with which they are declared. columns: by name of a JSON file, which keys of its
     records a query sees as columns; left out, those of the dictionary.
     Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted. spoilt: each
-    row with a cell that does not fit, and each line of a CSV that cannot be read, is left out, whatever the others are,
-    and so are all rows whose id stands twice in the column of that name, where a row is a record; "" where it is not.
-    None may be left. So a record follows from its own row, or counts as nothing, and no refusal tells of it.
+    row with a cell that does not fit, and each that cannot be read (`opened`), is left out, whatever others are, and so
+    are all rows whose id stands twice in the column of that name, where a row is a record; "" where it is not. None may
+    be left. So a record follows from its own row, or counts as nothing, and no refusal tells of it.
     """
     found = check_table(files, dictionary, query, only, memory, seconds, spoilt is not None, columns)
     return _unspoilt(found, missing, spoilt) if spoilt is not None else _fitting(found, missing, remedy(found.findings))
@@ -287,11 +291,11 @@ def check_table(
     columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Coded:
     """The same with all that does not fit among `findings`; values there are 0. Raises DataError for a table that
-    cannot be read at all or lacks a column. spoilt: lines of a CSV that cannot be read are left out."""
+    cannot be read at all or lacks a column. spoilt: as of `opened`."""
     keys = json_columns(files, dictionary, columns) if isinstance(dictionary, Dictionary) else columns
     with opened(files, query, memory, seconds, spoilt, keys) as table:
         found = _checked(table, dictionary, only)
-        return found._replace(spoilt=_lines_left_out(table)) if spoilt else found
+        return found._replace(spoilt=(*table.left_out, *_lines_left_out(table))) if spoilt else found
 
 
 def json_columns(
@@ -530,11 +534,13 @@ def _renumbered(
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """Tables that were let in. rows: SQL for the rows in use, with columns c0, c1, ...; types: DuckDB's, by name."""
+    """Tables that were let in. rows: SQL for the rows in use, with columns c0, c1, ...; types: DuckDB's, by name;
+    left_out: what was before the query saw it, but for lines of a CSV."""
 
     connection: duckdb.DuckDBPyConnection
     rows: str
     types: dict[str, str]
+    left_out: Sequence[str] = ()
 
     def fetch(self, sql: str) -> dict[str, npt.NDArray[Any]]:
         """Columns of `sql`, which is our own; missing ones masked."""
@@ -551,7 +557,9 @@ def opened(
     columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Opened]:
     """The rows of `query` over `files`, or of the only table in them. Raises DataError for a file that cannot be read
-    and InputError for a query that is not one plain SELECT. spoilt: lines of a CSV that cannot be read are left out.
+    and InputError for a query that is not one plain SELECT. spoilt: lines of a CSV and records of JSON that cannot be
+    read, and rows of SQLite with a cell of another type than their column's, are left out, and what the query cannot
+    work out of a row is a gap (`_tried`).
     columns: by JSON file, what a query sees of it; without, all keys of its records, so that one with a key of its own
     may change what a name in the query means for all: for a look at a table, not for a job."""
     named = {TABLE: files} if not isinstance(files, Mapping) else dict(files)
@@ -573,10 +581,11 @@ def opened(
     with _in_other_words(seconds, memory, paths.values()), duckdb.connect(":memory:", config=config) as connection:
         connection.execute("SET enable_progress_bar = false")  # it would go to the standard output
         connection.execute("SET TimeZone = 'UTC'")  # the machine's would decide on which day a time lies
+        left_out: list[str] | None = [] if spoilt else None
         tables = [
             table
             for name, path in paths.items()
-            for table in _let_in(connection, name, path, query, seconds, spoilt, (columns or {}).get(name))
+            for table in _let_in(connection, name, path, query, seconds, left_out, (columns or {}).get(name))
         ]
         # DuckDB's own files are attached by now, and attached they stay.
         paths_sql = ", ".join(_quoted(str(p)) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))
@@ -593,7 +602,10 @@ def opened(
         described = connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)").fetchall()
         types = {row[0]: str(row[1]) for row in described}
         aliases = ", ".join(f"c{i}" for i in range(len(described)))
-        yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types)
+        if spoilt:
+            inner = _tried(connection, inner)
+            connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)")
+        yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types, left_out or ())
 
 
 @contextmanager
@@ -737,6 +749,36 @@ def _check_names(connection: duckdb.DuckDBPyConnection, query: str) -> None:
             )
 
 
+def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
+    """A query that was looked through, with TRY_CAST for CAST and TRY about what it works out of a row's cells: NULL
+    where these are not for that, so that the row fails alone. As the query alone says, not any row."""
+    alone = {name for (name,) in connection.execute(_OF_A_ROW).fetchall()} | _MACROS - _OF_ROWS
+    tree = json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
+
+    def tried(part: Any) -> tuple[Any, bool]:
+        """It, and whether TRY may stand about it: nothing in it is of several rows."""
+        if isinstance(part, list):
+            found = [tried(item) for item in part]
+            return [item for item, _ in found], all(may for _, may in found)
+        if not isinstance(part, dict):
+            return part, True
+        held = {key: tried(value) for key, value in part.items()}
+        made, kind = {key: value for key, (value, _) in held.items()}, part.get("class")
+        may = all(may for _, may in held.values()) and kind not in ("SUBQUERY", "WINDOW") and "from_table" not in part
+        if kind == "CAST":
+            made["try_cast"] = True
+        for name in ("function",) if part.get("type") == "TABLE_FUNCTION" else ("lhs",) if kind == "LAMBDA" else ():
+            made[name] = part[name]  # of a table, and names of parameters
+        if kind == "FUNCTION" and may:
+            may = part["function_name"].lower() in alone
+            if may:
+                made = {"class": "OPERATOR", "type": "OPERATOR_TRY", "alias": part["alias"], "children": [made]}
+        return made, may
+
+    made = json.dumps(tried(tree)[0])
+    return str(connection.execute("SELECT json_deserialize_sql(?::JSON)", [made]).fetchall()[0][0])
+
+
 def _unordered(part: Mapping[str, Any]) -> str:
     """What in this part of a query follows from chance, or from the order of the rows; empty where nothing does."""
     if part.get("sample"):
@@ -829,11 +871,12 @@ def _let_in(
     path: Path,
     query: str | None,
     seconds: float,
-    spoilt: bool,
+    left_out: list[str] | None,
     keys: Sequence[str] | None,
 ) -> list[str]:
     """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them.
-    keys: of JSON, the columns that a query sees."""
+    left_out: is told of what cannot be read, and is refused without it. keys: of JSON, the columns that a query
+    sees."""
     kind, where, table = _format(path), _quoted(str(path)), _identifier(name)
     if kind == "json":
         with path.open("rb") as file:
@@ -848,18 +891,25 @@ def _let_in(
         ).fetchall()
         return [".".join(map(_identifier, (name, *parts))) for parts in held]
     if kind == "sqlite":
-        return _copied(connection, name, path, query, seconds)
+        return _copied(connection, name, path, query, seconds, left_out)
     if kind == "csv":
-        columns, mark = _header(path, spoilt)
+        columns, mark = _header(path, left_out is not None)
         rows = (
             f"read_csv({where}, auto_detect=false, header=true, delim={_quoted(mark)}, quote='\"', escape='\"', "
             f"strict_mode=true, null_padding=false, hive_partitioning=false, columns={_texts(columns)}"
-            f"{', ignore_errors=true, store_rejects=true' if spoilt else ''})"
+            f"{'' if left_out is None else ', ignore_errors=true, store_rejects=true'})"
         )
     elif kind == "json":
-        rows = f"read_json_objects({where}, format='auto')"
+        # How the text is laid out follows from the file's name where a line is a record, and not from the first one.
+        lines = path.suffix.lower() in (".ndjson", ".jsonl")
+        ignored = lines and left_out is not None
+        rows = (
+            f"read_json_objects({where}, format='{'newline_delimited' if lines else 'auto'}', ignore_errors={ignored})"
+        )
+        rows = f"(SELECT json FROM {_objects(connection, rows, path, left_out)})"
+        queried = query is not None or left_out is not None
         cells = ", ".join(
-            f"json ->> {_quoted(key)} AS {_identifier(key)}" for key in _keys(connection, rows, query is not None, keys)
+            f"json ->> {_quoted(key)} AS {_identifier(key)}" for key in _keys(connection, rows, queried, keys)
         )
         rows = f"(SELECT {cells} FROM {rows})"
     else:
@@ -868,17 +918,24 @@ def _let_in(
     return [table]
 
 
+def _objects(connection: duckdb.DuckDBPyConnection, rows: str, path: Path, left_out: list[str] | None) -> str:
+    """SQL for those of `rows` that are objects without a key twice; `left_out` is told of others. Raises DataError for
+    them where it is None."""
+    fits = "json_type(json) = 'OBJECT' AND len(list_distinct(json_keys(json))) = len(json_keys(json))"
+    (bad,) = connection.execute(f"SELECT count(*) FILTER (({fits}) IS NOT TRUE) FROM {rows}").fetchone() or (0,)
+    if bad and left_out is None:
+        raise DataError(f"{bad} of its records are no objects, or have a key twice")
+    if not bad or left_out is None:
+        return rows
+    left_out.append(f"'{path}': {bad} of its records are no objects, have a key twice or cannot be read")
+    return f"{rows} WHERE {fits}"
+
+
 def _keys(connection: duckdb.DuckDBPyConnection, rows: str, queried: bool, named: Sequence[str] | None) -> list[str]:
     """The columns of a JSON file, each to be looked up as it is written. Of a query those that were `named` beforehand,
     and no other, whether or not a record has them: a key of one record's own would else decide what a name of the query
     means for all. Without a query, or a name, the keys of all objects; of two that differ in case alone the named one.
     """
-    kinds = connection.execute(
-        f"SELECT json_type(json) <> 'OBJECT' OR len(list_distinct(json_keys(json))) < len(json_keys(json)), count(*) "
-        f"FROM {rows} GROUP BY ALL"
-    ).fetchall()
-    if bad := sum(count for wrong, count in kinds if wrong is not False):
-        raise DataError(f"{bad} of its records are no objects, or have a key twice")
     if queried and named is not None:
         if bad := _no_columns(named):
             raise InputError(f"{_COLUMNS}; {bad} of the {len(named)} that are named beforehand are not so")
@@ -946,7 +1003,12 @@ def _header(path: Path, spoilt: bool) -> tuple[list[str], str]:
 
 
 def _copied(
-    connection: duckdb.DuckDBPyConnection, name: str, path: Path, query: str | None, seconds: float
+    connection: duckdb.DuckDBPyConnection,
+    name: str,
+    path: Path,
+    query: str | None,
+    seconds: float,
+    left_out: list[str] | None,
 ) -> list[str]:
     """Copy the tables of a SQLite file that the query may mean into memory: the extension that reads them in place is
     no part of DuckDB. In a query whole numbers and numbers are of the type with which their column is declared, and all
@@ -955,6 +1017,7 @@ def _copied(
     connection.execute(f"CREATE SCHEMA {_identifier(name)}")
     until = time.monotonic() + seconds
     file = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
+    file.text_factory = _text_of
     file.set_progress_handler(lambda: time.monotonic() > until, 100_000)
     made = []
     try:
@@ -964,7 +1027,7 @@ def _copied(
         for (inner,) in held:
             if query is None or re.search(rf"(?<!\w){re.escape(inner)}(?!\w)", query, re.IGNORECASE):
                 made.append(f"{_identifier(name)}.{_identifier(inner)}")
-                _copy(connection, file, inner, made[-1], typed=query is not None)
+                _copy(connection, file, inner, made[-1], query is not None, left_out)
     finally:
         file.close()
     return made
@@ -983,8 +1046,24 @@ def _declared(words: str) -> tuple[type, str]:
     return next(((held, kind) for part, held, kind in _DECLARED if part.search(words.upper())), (str, "VARCHAR"))
 
 
-def _copy(connection: duckdb.DuckDBPyConnection, file: sqlite3.Connection, inner: str, table: str, typed: bool) -> None:
-    """typed: by the columns' declared types. Raises DataError for a cell of another."""
+def _text_of(cell: bytes) -> str | bytes:
+    """A text cell of SQLite's; one that is not UTF-8 is bytes, and so of another type than its column's."""
+    try:
+        return cell.decode()
+    except UnicodeDecodeError:
+        return cell
+
+
+def _copy(
+    connection: duckdb.DuckDBPyConnection,
+    file: sqlite3.Connection,
+    inner: str,
+    table: str,
+    typed: bool,
+    left_out: list[str] | None,
+) -> None:
+    """typed: by the columns' declared types. A row with a cell of another is left out, and `left_out` is told of it.
+    Raises DataError for it where that is None."""
     rows = file.execute(f"SELECT * FROM {_identifier(inner)}")
     columns = [d[0] for d in rows.description]
     said = dict(file.execute("SELECT name, type FROM pragma_table_xinfo(?)", (inner,)).fetchall())
@@ -994,22 +1073,27 @@ def _copy(connection: duckdb.DuckDBPyConnection, file: sqlite3.Connection, inner
     connection.execute(f"CREATE TABLE {table} ({made})")
     wrong: dict[str, list[int]] = {}
     begin = 1
+    kinds = [bytes if t == "BLOB" else d[0] if typed else str for t, d in zip(types, declared, strict=True)]
     while block := rows.fetchmany(50_000):
-        cells = {}
+        bad = set[int]()
         for i, values in enumerate(zip(*block, strict=True)):
-            held = bytes if types[i] == "BLOB" else declared[i][0] if typed else str
-            for at in [k for k, cell in enumerate(values) if not _holds(held, cell)]:
+            for at in [k for k, cell in enumerate(values) if not _holds(kinds[i], cell)]:
                 wrong.setdefault(columns[i], []).append(begin + at)
-            cells[f"c{i}"] = _as_objects(values, types[i])
+                bad.add(at)
         begin += len(block)
-        if wrong:
+        kept = [row for at, row in enumerate(block) if at not in bad] if bad else block
+        if not kept:
             continue
+        cells = {f"c{i}": _as_objects(values, types[i]) for i, values in enumerate(zip(*kept, strict=True))}
         connection.register("block", cells)
         casts = ", ".join(f"CAST(c{i} AS {t})" for i, t in enumerate(types))
         connection.execute(f"INSERT INTO {table} SELECT {casts} FROM block")
         connection.unregister("block")
     if wrong:
         lines = [Finding(c, f"no {said.get(c) or 'text'}", np.array(at)).line() for c, at in wrong.items()]
+        if left_out is not None:
+            left_out.append(f"table '{inner}': {'; '.join(lines)}")
+            return
         raise DataError(
             f"table '{inner}': cells of another type than their column is declared with, {'; '.join(lines)}: query a "
             "view of the table, which leaves out such columns or casts them, as by CAST(... AS TEXT)"
@@ -1088,7 +1172,8 @@ def _why_unreadable(error: Exception, paths: Sequence[Path]) -> str:
     if path is not None and kind == "csv":
         return about + (_other_end(path) or "it cannot be read as CSV: save it anew, as 'CSV UTF-8'")
     if at := re.search(r"Malformed JSON in file .*?, at byte \d+ in (line|record/value) (\d+)", text):
-        return f"{about}it cannot be read as JSON, from its {at[1].partition('/')[0]} {at[2]} on"
+        laid = "" if path is None or path.suffix.lower() == ".json" else f": in {path.suffix} each line is one record"
+        return f"{about}it cannot be read as JSON, from its {at[1].partition('/')[0]} {at[2]} on{laid}"
     known = {"json": " as JSON", "parquet": " as Parquet", "duckdb": " as DuckDB's", "sqlite": " as SQLite"}
     return f"{about}it cannot be read{known.get(kind or '', '')} ({type(error).__name__})"
 
