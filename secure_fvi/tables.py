@@ -603,7 +603,10 @@ def opened(
         types = {row[0]: str(row[1]) for row in described}
         aliases = ", ".join(f"c{i}" for i in range(len(described)))
         if spoilt:
-            inner = _tried(connection, inner)
+            try:
+                inner = _tried(connection, inner)
+            except RecursionError:
+                raise InputError("query: its expressions nest too deep") from None
             connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)")
         yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types, left_out or ())
 

@@ -1689,15 +1689,16 @@ def test_a_family_that_does_not_fit_is_answered_before_anything_slow(tmp_path: P
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
 
-    def asked(family: str, table: Path) -> tuple[str, str]:
-        words = ["fit", FORMULA, "--family", family, "--dictionary", str(written), "--data", str(table), "--quiet"]
+    def asked(family: str, *tables: Path) -> tuple[str, str]:
+        words = ["fit", FORMULA, "--family", family, "--dictionary", str(written), "--quiet"]
+        words += [word for table in tables for word in ("--data", str(table))]
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
         return done.stdout.strip(), done.stderr
 
-    answer, said = asked("poisson", paths[0])
+    answer, said = asked("poisson", *paths)
     assert answer == "2 False"
     assert "family poisson needs an integer of at least 0; the response" in said
-    assert asked("bernoulli", tmp_path / "none.csv")[0] == "2 True"
+    assert asked("bernoulli", *paths[1:], tmp_path / "none.csv")[0] == "2 True"
 
 
 def test_a_formula_of_random_terms_alone_is_a_model() -> None:
