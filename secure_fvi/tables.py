@@ -603,10 +603,7 @@ def opened(
         types = {row[0]: str(row[1]) for row in described}
         aliases = ", ".join(f"c{i}" for i in range(len(described)))
         if spoilt:
-            try:
-                inner = _tried(connection, inner)
-            except RecursionError:
-                raise InputError("query: its expressions nest too deep") from None
+            inner = _tried(connection, inner)
             connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)")
         yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types, left_out or ())
 
@@ -1135,6 +1132,8 @@ def _in_other_words(seconds: float, memory: str, paths: Iterable[Path] = ()) -> 
     duckdb = _duckdb()
     try:
         yield
+    except RecursionError:
+        raise InputError("the query's expressions nest too deep") from None
     except duckdb.InterruptException:
         raise DataError(f"reading it takes more than {seconds:g} seconds") from None
     except duckdb.OutOfMemoryException:

@@ -271,6 +271,17 @@ def test_a_record_id_may_repeat_where_it_is_an_id(tmp_path: Path) -> None:
         read_coded(tmp_path / "t.csv", Dictionary({"record_id": Column("integer")}))
 
 
+@pytest.mark.parametrize("deep", [3, 900])
+def test_a_query_that_nests_too_deep_is_refused(tmp_path: Path, deep: int) -> None:
+    """It ended in Python's own error. The control: three deep."""
+    (tmp_path / "t.csv").write_text("a\n1\n")
+    query = f"SELECT {'abs(' * deep}CAST(a AS INT){')' * deep} AS a FROM data"
+    for spoilt in (False, True):
+        refused = pytest.raises(InputError, match="nest too deep") if deep > 3 else contextlib.nullcontext()
+        with refused, opened(tmp_path / "t.csv", query, spoilt=spoilt) as rows:
+            assert rows.types == {"a": "INTEGER"}
+
+
 @pytest.mark.parametrize(
     ("query", "right"),
     [
