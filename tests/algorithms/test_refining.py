@@ -704,14 +704,13 @@ def test_a_tail_of_one_number_of_many_is_seen(
 
 
 @pytest.mark.parametrize("n", [30, 31])
-def test_over_thirty_dimensions_lines_tell_of_a_tail_that_draws_miss(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_thirty_dimensions_lines_tell_of_a_tail_that_draws_miss(n: int) -> None:
     """Of a standard normal q and posterior, and of one that has Student's t in one dimension. Up to thirty k-hat has to
     tell."""
     mean, draws = torch.zeros(n).double(), torch.randn(4000, n, generator=torch.Generator().manual_seed(0)).double()
     steps = torch.arange(1, 41).double()[:, None]
     lines = [sign * steps * torch.eye(n).double()[i] for i in range(n) for sign in (1, -1)]
     at = weighing.Points(draws[:0], mean, draws[:8], lines, [], draws[:0], draws[:2])
-    monkeypatch.setattr(refining, "points", lambda problem, q: at)
     refiner: Any = object.__new__(refining.Refiner)
     refiner.n, refiner.problem = n, None
     q, weights = from_moments(mean, torch.eye(n).double()), torch.full((4000,), 1 / 4000).double()
@@ -721,7 +720,7 @@ def test_over_thirty_dimensions_lines_tell_of_a_tail_that_draws_miss(n: int, mon
         if tail:
             log_p = log_p + 0.5 * at.all[:, 5].square() + dist.StudentT(3.0, 0.0, 0.7).log_prob(at.all[:, 5])
         state: Any = SimpleNamespace(seen=log_p, z=draws)
-        return Found(weights, 0.1, 0.1, 4000, 0.01, 0.01, along=refiner._along(state, weights, q))
+        return Found(weights, 0.1, 0.1, 4000, 0.01, 0.01, along=refiner._along(state, weights, at, q))
 
     assert found(False).against() is None
     assert (found(True).against() is None) == (n == 30)
