@@ -88,12 +88,13 @@ class Masked:
         """Silos in league with a lying server to whom sums of so many show no single term (docs/threat-model.md).
         recovers: totals may lack silos, or there is a key holder; otherwise sums are whole."""
         graph = neighbourhood(silos, self.corrupt, self.lost)
+        if recovers and not self.consistency_check:  # the server names the members, and of few it takes one colluder
+            return 0
         if not graph.complete:
             return math.floor(self.corrupt * silos)
         if not recovers:
             return silos - 1  # where all others collude, the total is the term
-        twice = 2 * (least_signatures(silos) if self.consistency_check else graph.threshold)
-        return min(graph.threshold - 1, twice - silos - 1)
+        return min(graph.threshold - 1, 2 * least_signatures(silos) - silos - 1)
 
     def codec(self, silos: int) -> Callable[[BlockTable], Ring]:
         """Elements of the ring of the integers modulo 2^`bits`."""

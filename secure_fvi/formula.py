@@ -746,7 +746,7 @@ def few_records(
     whose = next((key for term, key in zip(parsed.random, keys, strict=True) if term.label == record), np.arange(rows))
     found: dict[frozenset[int], str] = {}
 
-    def look(what: str, where: npt.NDArray[np.bool_]) -> None:
+    def look(what: str, where: npt.NDArray[Any]) -> None:
         of = frozenset(np.unique(whose[where])[:few].tolist())
         if 0 < len(of) < few:
             found.setdefault(of, f"{what} ({len(of)})")
@@ -774,18 +774,18 @@ def few_records(
         small = sizes[(sizes > 0) & (sizes < few)]
         if len(small):
             found[frozenset({-1 - len(found)})] = f"a group of '{term.label}' ({', '.join(map(str, small[:few]))})"
-    within = [("", np.ones(rows, bool))]
-    within += [
-        (f" in a group of '{term.label}'", key == group)
-        for term, key in zip(parsed.random, keys, strict=True)
-        if term.label in shared
-        for group in np.unique(key)
-    ]
+    within = [("", np.arange(rows))] if rows else []
+    for term, key in zip(parsed.random, keys, strict=True):
+        if term.label in shared:
+            by_group = np.split(np.argsort(key, kind="stable"), np.cumsum(np.bincount(key))[:-1])
+            within += [(f" in a group of '{term.label}'", group) for group in by_group]
     for design in designs:
         for name, values in zip(design.names, design.matrix(columns, rows).T, strict=True):
-            for where, these in within if rows else ():
-                different, counts = np.unique(values[these], return_counts=True)
-                look(f"another value of '{name}' than most{where}", these & (values != different[counts.argmax()]))
+            for where, group in within:
+                different, counts = np.unique(values[group], return_counts=True)
+                if len(different) > 1:
+                    others = group[values[group] != different[counts.argmax()]]
+                    look(f"another value of '{name}' than most{where}", others)
     return list(found.values())
 
 

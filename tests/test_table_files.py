@@ -750,6 +750,17 @@ def test_a_record_of_which_a_query_works_nothing_out_takes_no_other_away(
         read_coded(path, d, query, spoilt="")
 
 
+@pytest.mark.parametrize("spoilt", [None, ""])
+@pytest.mark.parametrize("more", ["", ", age || '' AS said"])
+def test_a_cast_that_is_tried_over_a_csv_is_a_gap(tmp_path: Path, more: str, spoilt: str | None) -> None:
+    """DuckDB took it into the reading of the file, where it failed. The control reads the column once more."""
+    (tmp_path / "t.csv").write_text("age,sex\n30,a\nabc,b\n50,a\n")
+    d = Dictionary({"age": Column("number"), **({"said": Column("id")} if more else {})})
+    query = f"SELECT TRY_CAST(age AS DOUBLE) AS age{more} FROM data"
+    found = read_coded(tmp_path / "t.csv", d, query, missing="drop", spoilt=spoilt)
+    assert (found.read, dict(found.left_out)) == (3, {"age": 1})
+
+
 def test_a_query_sees_whether_a_cell_of_sqlite_holds_bytes(tmp_path: Path) -> None:
     """Signed withdrawals, say: all were gaps once, so that nobody was left out."""
     with contextlib.closing(sqlite3.connect(tmp_path / "p.sqlite")) as file:
