@@ -118,7 +118,8 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
                 f"an offer of '{offer.server}', where '{speaking.id}' is the server that is listened to"
             )
         before = jobs.get(offer.job)
-        if before is not None and before.accepted and before.fields["offer"] != offer.hash:
+        held = before is not None and (before.accepted or before.begun)
+        if before is not None and held and before.fields["offer"] != offer.hash:
             raise ProtocolError(f"job '{offer.job}' was accepted with another offer; a new job needs a new id")
         if before is not None and over(before.outcome):
             raise ProtocolError(f"job '{offer.job}' has finished; its offer was sent again")

@@ -261,6 +261,11 @@ class JobRecord:
     omissions: dict[str, int] = field(default_factory=dict)  # rows by kind
     outcome: str | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything was exchanged about it, or noted of it."""
+        return self.exchanges > 0 or bool(self.omissions)
+
 
 class TrailChain(ChainReader):
     """One party's log up to its row `length`."""
@@ -290,7 +295,9 @@ class TrailChain(ChainReader):
             check_keys(fields, *JOB_FIELDS)
             # A job that goes on after a crash is offered again.
             record = self.jobs.setdefault(str(fields["job"]), JobRecord(str(fields["job"]), False, fields))
-            record.accepted, record.fields = fields["accepted"] is True, fields
+            record.accepted = fields["accepted"] is True
+            if not record.begun or fields["offer"] == record.fields["offer"]:  # what was answered stays what it was
+                record.fields = fields
         elif row.kind == NOTE:
             check_keys(fields, "job", "what")
         elif row.kind == OMISSION:

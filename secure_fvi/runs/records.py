@@ -51,8 +51,11 @@ def read_table(
     Without a dictionary every cell of a table is a number, and columns `x[0]`, `x[1]`, ... form one tensor (N, k), all
     float64 but whole `record_id`; npz and safetensors keep their own types. Nothing is unpickled. Raises InputError for
     a missing or malformed file. The columns `leave_out` of a table are not read: they may hold text. spoilt: rows that
-    cannot be read are left out, and it is told of them; whole: they stay, with NaN in the cells that cannot be.
+    cannot be read are left out, and it is told of them; whole: they stay, with NaN in the cells that cannot be. JSON,
+    whose columns are those of all records, is refused then.
     """
+    if spoilt is not None and path.suffix.lower() in OBJECTS:
+        raise InputError(f"{key}: {path}: which columns a JSON file has is said by its records; give CSV or Parquet")
     arrays: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
     if path.suffix.lower() in TABLES:
         tensors = _coded(path, key, partial(_numbers, leave_out=leave_out), spoilt=spoilt, whole=whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import random
 import shutil
@@ -23,6 +24,7 @@ from secure_fvi import wire
 from secure_fvi.alignment import MatchingSilo
 from secure_fvi.cli.policy import _alignment_lines
 from secure_fvi.deployment import holding, serving
+from secure_fvi.deployment.columns_job import read_aligned
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import read_policy
@@ -307,6 +309,21 @@ def test_a_cell_that_is_no_number_is_one_persons_alone(world: World, tmp_path: P
             site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
     unfit = home.state_folder / "jobs" / offer.job / "unfit"
     assert unfit.exists() == private  # told to the site alone
+
+
+@pytest.mark.parametrize("ending", [".json", ".csv"])
+def test_a_column_of_one_person_leaves_no_gap_in_others_rows(tmp_path: Path, ending: str) -> None:
+    """A key that one record has alone was a column of all, so that all others' rows counted as zero. The control says
+    its columns in its first line."""
+    file, spoilt = tmp_path / f"t{ending}", list[str]()
+    records = '[{"person": "a", "x": 1}, {"person": "b", "x": 2, "y": 3}]'
+    file.write_text(records if ending == ".json" else "person,x\na,1\n")
+    read = functools.partial(read_aligned, file, "silo[0].data", Alignment(column="person"), spoilt)
+    if ending == ".csv":
+        assert set(read()[0]) == {"x"}
+        return
+    with pytest.raises(InputError, match="is said by its records; give CSV or Parquet"):
+        read()
 
 
 @pytest.mark.slow

@@ -226,6 +226,31 @@ def test_a_ledger_that_lacks_what_was_answered_is_an_old_copy(
             decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
 
 
+def test_what_was_answered_stays_what_it_was(site: Site, world: World) -> None:
+    """A refused offer of a job's id took its answers to another data set and privacy: exact totals were in no report,
+    or a ledger seemed an old copy. The controls: the offer itself, and one of a job of which nothing was answered."""
+    home, hub = world.homes["north"], world.homes["hub"].identity()
+    with closing(open_trail(home)) as trail:
+        site.policy(max_rounds=99)  # so that each is refused
+        offers = [dataclasses.replace(site.offer(), job=job) for job in ("answered", "never")]
+        for offer in offers:
+            trail.job(dataclasses.replace(job_entry(offer, bytes(32), accepted=True), data_set="before", epsilon=None))
+        trail.exchanges("answered", [Exchange("hub", "broadcast", b"question", b"answer")])
+        for offer in offers:
+            with pytest.raises(PolicyError, match="at most 99"):
+                decide(home, sign_offer(offer, hub), trail, NOW, met=True)
+            other = dataclasses.replace(offer, made=offer.made + 1)
+            refused = pytest.raises(ProtocolError, match="with another offer; a new job needs a new id")
+            with refused if offer.job == "answered" else pytest.raises(PolicyError, match="at most 99"):
+                decide(home, sign_offer(other, hub), trail, NOW, met=True)
+            assert (trail.chain.jobs[offer.job].fields["offer"] == other.hash) is (offer.job == "never")
+        trail.job(
+            job_entry(dataclasses.replace(offers[0], made=1), bytes(32), accepted=False)
+        )  # as logs of old have it
+        kept = trail.chain.jobs["answered"].fields
+        assert (kept["offer"], kept["epsilon"]) == (offers[0].hash, 0.9)
+
+
 @pytest.mark.parametrize(("step", "before"), [("broadcast", 1), ("join", 0)])
 def test_an_account_says_what_was_answered_exactly_before_it_began(
     site: Site, world: World, step: str, before: int
