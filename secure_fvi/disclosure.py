@@ -335,7 +335,7 @@ def _check_hidden(found: Disclosure, aggregation: SecureSum, declared: Declarati
         raise InputError(
             f"{found.algorithm} makes sums over parts of the silos ({because}) that are equations for each silo's "
             f"own term: the server can solve them, {aggregation.kind} or not. Say reveal_changes = true to accept "
-            "this, ask all silos (schedule = 'synchronous'), or use differential privacy"
+            "this, ask all silos (schedule = 'synchronous'), or use noise that the server does not add"
         )
     if found.rows or found.single:
         raise InputError(

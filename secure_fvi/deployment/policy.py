@@ -290,6 +290,12 @@ class SitePolicy:
         self.models: Mapping[bytes, ModelRule] = {bytes.fromhex(m.hash): m for m in models if m.hash is not None}
         self.formulas = tuple(m for m in models if m.formula is not None)
         self.data: Mapping[str, DataRule] = {d.id: _located(d, folder) for d in file.data}
+        taken = [d.id for d in self.data.values() if d.path is None and d.from_job]
+        if len(taken) > 1:
+            raise InputError(
+                f"of data sets '{taken[0]}' and '{taken[1]}' jobs name the records (from_job), which may be the same: "
+                "each would bring a budget of its own over them; keep one"
+            )
         named = [p for d in self.data.values() for p in (d.path, d.dictionary, *d.tables.values()) if p is not None]
         self.files = tuple(Path(p) for p in named)  # no model's code sees them
         for rule in self.data.values():

@@ -340,7 +340,8 @@ def _sums(found: Disclosure, sums: SecureSum, policy: SitePolicy) -> Iterator[st
         if p.asked < min(policy.min_cohort, found.silos):
             yield f"its phase '{p.phase}' asks {p.asked} silos (min_cohort: at least {policy.min_cohort})"
     allowed = policy.max_missing(found.exact)
-    option = "aggregation.max_missing" if found.exact else "privacy.dropouts"
+    shared = not found.exact and found.privacy is not None and found.privacy.noise == "distributed"
+    option = "privacy.dropouts" if shared else "aggregation.max_missing" if found.exact else "aggregation.min_cohort"
     if allowed is not None and found.lacking > allowed:
         yield f"its sums may lack {found.lacking} of the silos asked, by {option} (max_missing: at most {allowed})"
     if found.differences > policy.max_differences:

@@ -28,7 +28,7 @@ def test_bench_step_prints_the_agreed_json(cli: CommandLine) -> None:
 
 def test_bench_gpu_compares_before_it_times(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What `make gpu` calls, on the CPU. A device that computes something else is found, and nothing is timed there."""
-    monkeypatch.setattr(batch, "_COMPARED", {"SFVI": (sf.SFVI(iterations=3), False, False)})
+    monkeypatch.setattr(batch, "_COMPARED", {"SFVI": (sf.SFVI(iterations=3), False)})
     made = subprocess.run(
         ["make", "-n", "--no-print-directory", "gpu", "DEVICE=cpu"],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,

@@ -603,6 +603,10 @@ def test_a_policy_that_others_may_edit_is_refused(site: Site) -> None:
         ({"privacy": {"dp": "never"}}, "privacy"),
         ({"data": [{"id": "a", "epsilon": 1.0}]}, "a budget needs both epsilon and delta"),
         ({"data": [{"id": "a"}, {"id": "a"}]}, "data set 'a' stands twice"),
+        (
+            {"data": [{"id": n, "from_job": ["partition"]} for n in "ab"]},
+            "of data sets 'a' and 'b' jobs name the records",
+        ),
         ({"format": 2}, "format = 2"),
     ],
 )
