@@ -774,14 +774,15 @@ def few_records(
         small = sizes[(sizes > 0) & (sizes < few)]
         if len(small):
             found[frozenset({-1 - len(found)})] = f"a group of '{term.label}' ({', '.join(map(str, small[:few]))})"
-    within = [("", np.arange(rows))] if rows else []
-    for term, key in zip(parsed.random, keys, strict=True):
-        if term.label in shared:
-            by_group = np.split(np.argsort(key, kind="stable"), np.cumsum(np.bincount(key))[:-1])
-            within += [(f" in a group of '{term.label}'", group) for group in by_group]
-    for design in designs:
+    every = [("", np.arange(rows))] if rows else []
+    within = [every]
+    for term, key in zip(parsed.random, keys, strict=True):  # of whose groups the term's own columns are effects
+        by_group = np.split(np.argsort(key, kind="stable"), np.cumsum(np.bincount(key))[:-1])
+        many = [group for group in by_group if term.label in shared and len(np.unique(whose[group])) >= few]
+        within.append([*every, *((f" in a group of '{term.label}'", group) for group in many)])
+    for design, groups in zip(designs, within, strict=True):
         for name, values in zip(design.names, design.matrix(columns, rows).T, strict=True):
-            for where, group in within:
+            for where, group in groups:
                 different, counts = np.unique(values[group], return_counts=True)
                 if len(different) > 1:
                     others = group[values[group] != different[counts.argmax()]]
