@@ -84,10 +84,10 @@ def _print(comparison: dict[str, Any]) -> None:
     console = plain_console()
     console.print(f"the run beside {name} on the pooled data ({ess}{r_hat})", highlight=False, soft_wrap=True)
     table = Table()
-    table.add_column("site")
-    for heading in (f"{name} mean", f"{name} sd", "run mean", "run sd", "error / sd", "sd ratio"):
-        table.add_column(heading, justify="right")
     rows = comparison_rows(comparison)
+    table.add_column("site", overflow="fold", min_width=min(24, max(len(row.label) for row in rows)))
+    for heading in (f"{name}\nmean", f"{name}\nsd", "run\nmean", "run\nsd", "error\n/ sd", "sd\nratio"):
+        table.add_column(heading, justify="right")
     for row in rows[:MOST_ROWS]:
         table.add_row(
             row.label,
