@@ -769,16 +769,14 @@ def few_records(
             for i, j in np.unique(np.stack([columns[a], columns[b]], 1).astype(int), axis=0):
                 which = (columns[a] == i) & (columns[b] == j)
                 look(f"'{a}' = {levels[a][i]} with '{b}' = {levels[b][j]}", which)
-    for term, key in zip(parsed.random, keys, strict=True):
-        sizes = np.bincount(np.unique(np.stack([key, whose], 1), axis=0)[:, 0]) if term.label in shared else np.empty(0)
-        small = sizes[(sizes > 0) & (sizes < few)]
-        if len(small):
-            found[frozenset({-1 - len(found)})] = f"a group of '{term.label}' ({', '.join(map(str, small[:few]))})"
     every = [("", np.arange(rows))] if rows else []
     within = [every]
     for term, key in zip(parsed.random, keys, strict=True):  # of whose groups the term's own columns are effects
         by_group = np.split(np.argsort(key, kind="stable"), np.cumsum(np.bincount(key))[:-1])
-        many = [group for group in by_group if term.label in shared and len(np.unique(whose[group])) >= few]
+        sizes = [len(np.unique(whose[group])) for group in by_group] if rows and term.label in shared else []
+        if small := [size for size in sizes if size < few]:
+            found[frozenset({-1 - len(found)})] = f"a group of '{term.label}' ({', '.join(map(str, small[:few]))})"
+        many = [group for group, size in zip(by_group, sizes, strict=False) if size >= few]
         within.append([*every, *((f" in a group of '{term.label}'", group) for group in many)])
     for design, groups in zip(designs, within, strict=True):
         for name, values in zip(design.names, design.matrix(columns, rows).T, strict=True):
