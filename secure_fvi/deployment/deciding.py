@@ -118,8 +118,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
                 f"an offer of '{offer.server}', where '{speaking.id}' is the server that is listened to"
             )
         before = jobs.get(offer.job)
-        held = before is not None and (before.accepted or before.begun)
-        if before is not None and held and before.fields["offer"] != offer.hash:
+        if before is not None and (before.accepted or before.begun) and before.fields["offer"] != offer.hash:
             raise ProtocolError(f"job '{offer.job}' was accepted with another offer; a new job needs a new id")
         if before is not None and over(before.outcome):
             raise ProtocolError(f"job '{offer.job}' has finished; its offer was sent again")
@@ -141,8 +140,8 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
     if not met and (before is None or not (before.accepted or before.exchanges)):
         raise SessionLost(f"job '{offer.job}' is new to '{home.id}', and its records were not countersigned first")
     matched = before is not None and MATCHED in before.omissions
-    exact = [r for r in jobs.values() if r.fields["data_set"] == offer.data_set and r.fields["epsilon"] is None]
-    found = Decision(offer, roster, policy, data, matched, sum(r.broadcasts > 0 for r in exact))
+    exact = sum(r.broadcasts > 0 and r.fields["epsilon"] is None for r in trail.chain.on(offer.data_set).values())
+    found = Decision(offer, roster, policy, data, matched, exact)
     if trail.full:  # it goes on, by a row that is there
         return found
     trail.job(job_entry(offer, policy.hash, accepted=True))
@@ -165,10 +164,8 @@ def _reason(error: Exception) -> str:
 def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:
     """Raises PolicyError where too many jobs met records that could not answer them: whether they can is a bit of them,
     and a server that offers job after job would search for where it turns."""
-    jobs = trail.chain.jobs.items()
-    met = [
-        n for n, r in jobs if n != offer.job and r.fields["data_set"] == offer.data_set and UNANSWERABLE in r.omissions
-    ]
+    jobs = trail.chain.on(offer.data_set).items()
+    met = [name for name, record in jobs if name != offer.job and UNANSWERABLE in record.omissions]
     if len(met) >= policy.max_unanswered:
         raise PolicyError(
             f"job '{offer.job}' is outside this site's policy: {len(met)} jobs asked what the records of "
@@ -181,7 +178,7 @@ def _check_matched(offer: JobOffer, trail: Trail, data: DataRule | None) -> None
     """Raises PolicyError where a data set was matched for as many jobs as it may be: each tests identifiers."""
     if offer.config.alignment is None or offer.config.alignment.how != "matching" or data is None:
         return
-    jobs = {n for n, r in trail.chain.jobs.items() if r.fields["data_set"] == offer.data_set and MATCHED in r.omissions}
+    jobs = {name for name, record in trail.chain.on(offer.data_set).items() if MATCHED in record.omissions}
     if offer.job not in jobs and len(jobs) >= data.matchings:
         raise PolicyError(
             f"job '{offer.job}' is outside this site's policy: data set '{offer.data_set}' was matched for "

@@ -310,6 +310,10 @@ class TrailChain(ChainReader):
         else:
             raise InputError(f"its kind '{row.kind}' is unknown to this version; a newer one may have written it")
 
+    def on(self, data_set: str) -> dict[str, JobRecord]:
+        """The jobs on a data set, by id."""
+        return {name: record for name, record in self.jobs.items() if record.fields["data_set"] == data_set}
+
     def asked(self, time: int) -> int:
         """Rows of jobs and notes on the day of `time` (microseconds since 1970, UTC)."""
         day, count = self._asked
