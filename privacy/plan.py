@@ -120,6 +120,7 @@ def plan(
         raise InputError(
             "leave out exactly one of epsilon, noise multiplier, sampling rate and rounds, the one to solve for; "
             f"{'none is' if not unknown else ' and '.join(unknown).replace('_', ' ') + ' are'} left out"
+            + ("; where a round takes all records, the sampling rate is 1" if "sampling_rate" in unknown else "")
         )
     z = 1.0 if noise_multiplier is None else noise_multiplier
     q = 1.0 if sampling_rate is None else sampling_rate

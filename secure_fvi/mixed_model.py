@@ -1305,8 +1305,7 @@ def _summary(model: MixedModel, result: Result) -> Summary:
     effects = [n for n in lines if n in of.fixed.names or "|" in n]
     groups = [n for n in lines if n.startswith(("sd(", "cor("))]
     state = {True: "converged", False: "NOT converged", None: "not assessed"}[result.converged]
-    levels = of.dictionary[of.response.name].levels
-    of_what = f" of {of.response.name} = {levels[1]}" if model.family == "bernoulli" and len(levels) == 2 else ""
+    of_what = _counted_level(of)
     head = (
         model.text,
         f"family {model.family}, link {family.link}{of_what}; {len(result.silos)} silos, {result.algorithm}",
@@ -1339,12 +1338,21 @@ def _as_drawn(model: MixedModel, result: Result) -> tuple[dict[str, Tensor], Ten
     return found, torch.full((_DRAWS,), 1 / _DRAWS, dtype=torch.float64)
 
 
+def _counted_level(of: Parts) -> str:
+    """Of which of a category's two levels a chance is told; empty of numbers."""
+    levels = of.dictionary[of.response.name].levels
+    return f" of {of.response.name} = {levels[1]}" if of.family == "bernoulli" and len(levels) == 2 else ""
+
+
 def _described(model: MixedModel, where: bool = True) -> list[str]:
     """`where`: with the words that say at which centres, which follow from the rest."""
     of, program = model.of, model.fn
     assert isinstance(program, Program)
     lives = {"record": "local, a record", "silo": "local, of a silo", "global": "global, it spans silos"}
-    said = [f"{model.text}  (family {model.family})", f"columns that it reads: {', '.join(model.columns)}"]
+    said = [
+        f"{model.text}  (family {model.family}{', the chance' * bool(_counted_level(of))}{_counted_level(of)})",
+        f"columns that it reads: {', '.join(model.columns)}",
+    ]
     own = "a row" if model.record_label is None else f"all rows of a {model.record_label}"
     said.append(f"a record, by which sums and differential privacy count: {own}")
     said += [f"(1 | {t.of.label}): {lives[t.place]}" if t.design.constant else

@@ -647,6 +647,11 @@ def test_where_groups_live_is_said() -> None:
     ]  # fmt: skip
     assert of.silo_sites == ("ward",)
     assert "(1 | region): global, it spans silos" in of.describe()
+    assert of.describe()[0] == f"{of.text}  (family bernoulli)"  # the control: a number, whose 1 counts
+    two = Dictionary({"y": Column("boolean", levels=("healed", "died")), "age": COLUMNS["age"]})
+    assert glmm("y ~ age", "bernoulli", dictionary=two).describe()[0] == (
+        "y ~ age  (family bernoulli, the chance of y = died)"
+    )
     with pytest.raises(InputError, match="lives in one silo"):
         model("y ~ age + (1 | region)", record="region")
 

@@ -235,6 +235,7 @@ _FORMS = {
     "limits": r"[<>≤≥]=?\s*\d+([.,]\d+)?",
     "zeros": r"[+-]?0\d+(\.\d*)?",
     "long": r"[+-]?\d{16,}",
+    "nested": r"\{\}|\{\".*\}|\[\]|\[[\"{\[\d+-].*\]",
 }
 
 
@@ -345,6 +346,9 @@ def _form(about: Mapping[str, Any], name: str) -> str:
     if about["signs"] == cells and about["signs_of"] == 1:
         bare = _by_query(name, f"regexp_replace({_name(name)}, '[^0-9.,+-]', '', 'g')")
         return f"numbers with a sign or a unit about them: take it off {bare}; a comma has to become a point or go, too"
+    if about["nested"] == cells:
+        inside = f"SELECT *, {_name(name)} ->> '$.KEY' AS KEY FROM data"
+        return f"objects or lists, of which no kind is: take them apart by the query {inside} (of a list '$[0]')"
     if about["limits"] and numbers and about["limits"] + numbers == cells:
         return "numbers with < or > among them, as beyond what can be measured: say in a query what stands for these"
     return ""

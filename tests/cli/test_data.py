@@ -158,6 +158,9 @@ WRITTEN: list[tuple[list[str], str, tuple[str, ...], str]] = [
     (["1,137", "12", "13,400"], "id", (), "numbers with a comma"),
     (["1.137", "12", "13.400"], "number", (), "three digits behind every point"),
     (["1.137,50", "12,5"], "id", (), "numbers with points between thousands"),
+    (['{"day":0}', '{"day":1}'], "id", (), "objects or lists, of which no kind is"),
+    (['["a","b"]'] * 4, "id", (), "objects or lists, of which no kind is"),
+    (["[low]", "[high]"], "category", (), ""),  # the control
     (["1 137", "12"], "id", (), "numbers with blanks or quotes"),
     (["12,50 €", "3,00 €"], "id", (), "a sign or a unit"),
     (["$12.50", "$3"], "id", (), "a sign or a unit"),
