@@ -40,22 +40,36 @@ def project(home: Path, host: str, port: int, admin: str, out: Path) -> None:
 @click.option("--data", type=FILE, help="The silo's data file, instead of the policy's.")
 @click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
 @click.option("--repeatable", is_flag=True, help="For tests, as in `secure-fvi silo start`.")
-def start(kit: Path, home: Path, data: Path | None, data_dir: Path | None, repeatable: bool) -> None:
+@click.option(
+    "--sandbox", type=click.Choice(["required", "off"]), default="required", show_default=True,
+    help="Whether FLARE's process, which does what FLARE's server says, sees no more of a site than its own folder and "
+    "the network; that needs bubblewrap.",
+)  # fmt: skip
+def start(
+    kit: Path,
+    home: Path,
+    data: Path | None,
+    data_dir: Path | None,
+    repeatable: bool,
+    sandbox: Literal["required", "off"],
+) -> None:
     """Run FLARE's process of this member, of the startup kit KIT, until it is stopped.
 
     First the kit is guarded: no job brings code to it, or names a class other than ours, and no log leaves it; and no
-    program of the kit is run. A process that dies is started again.
+    program of the kit is run. A silo's keys and data stay in this process: FLARE's own brings it letters, and sees
+    none of them. A process that dies is started again.
     """
     import signal
     import sys
 
     from secure_fvi.deployment.site_job import Local
-    from secure_fvi.engines import flare_kits
+    from secure_fvi.engines.flare import run
+    from secure_fvi.engines.flare_kits import check_flare
 
-    flare_kits.check_flare()
+    check_flare()
     site = open_home(home)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # and FLARE's process with it
-    flare_kits.run(kit, site, Local(data, data_dir, repeatable))
+    run(kit, site, Local(data, data_dir, repeatable), sandbox)
 
 
 @flare.command()

@@ -229,6 +229,34 @@ class _Fenced(contextlib.ExitStack):
         )
 
 
+#: What a program needs besides to find others in a network, and what a site says of proxies on its way there.
+_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/services", "/etc/localtime")
+_PASSED = ("http_proxy", "https_proxy", "no_proxy", "grpc_proxy", "OMP_NUM_THREADS", "TZ")
+
+
+def carrying(workspace: Path, door: Path, told: Mapping[str, str], hidden: Iterable[Path]) -> list[str]:
+    """Bubblewrap for a Python program that carries messages over the network and is to see nothing else of this
+    machine: Python and the installed packages, to be read; `workspace`, to be written under its own name; and `door`,
+    the socket to which it brings them. told: of its environment. hidden: this site's folders, as in `FencedModel`.
+    Raises InputError where no sandbox can be made."""
+    command = [*_walls(_tool()), "--share-net", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+    command += _bound((*_SYSTEM, *_NETWORK, *_places()), hidden)
+    for shown in map(str, (workspace.resolve(), door)):
+        command += ["--bind", shown, shown]
+    passed = {n: os.environ[n] for name in _PASSED for n in (name, name.upper()) if n in os.environ}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.defpath])
+    ours = {
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "PATH": path,
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": str(_package().parent),
+    }
+    for name, value in {**passed, **ours, **told}.items():
+        command += ["--setenv", name, value]
+    return [*command, "--chdir", str(workspace.resolve()), "--"]
+
+
 def _lay_out(closure: Closure, folder: Path) -> None:
     """The model's files and no others: its own as `main/model.py`, what it imports below `modules`."""
     for name, content in closure.sources.items():
@@ -243,18 +271,9 @@ def _command(folder: Path, hidden: Iterable[Path]) -> list[str]:
     """Bubblewrap with Python, the installed packages and the model's files, all of it read-only, and two folders in
     memory, of `_FOLDER` bytes each. Read-only too are `/dev`, with the `/dev/shm` in it, and `/` itself: bubblewrap
     makes them in memory, and without a size."""
-    shown = list(dict.fromkeys(p for p in map(Path, (*_SYSTEM, *_places())) if p.exists()))
     command = [*_walls(_tool()), "--hostname", "fence", "--dev", "/dev", "--remount-ro", "/dev"]
     command += ["--size", str(_FOLDER), "--tmpfs", "/tmp"]
-    for path in sorted(shown):
-        command += ["--ro-bind", str(path), str(path)]
-    for path in hidden:  # where a folder of the site lies among these
-        at = path.resolve()
-        for shows in shown if at.exists() else ():  # under each name that it has there, as of /lib, which is /usr/lib
-            if at.is_relative_to(shows.resolve()):
-                there = str(shows / at.relative_to(shows.resolve()))
-                empty = ["--tmpfs", there, "--remount-ro", there]
-                command += empty if at.is_dir() else ["--ro-bind", "/dev/null", there]
+    command += _bound((*_SYSTEM, *_places()), hidden)
     command += ["--ro-bind", str(folder), MODEL, "--size", str(_FOLDER), "--tmpfs", _SCRATCH]
     command += ["--remount-ro", "/", "--chdir", _SCRATCH]
     for name, value in {
@@ -263,6 +282,22 @@ def _command(folder: Path, hidden: Iterable[Path]) -> list[str]:
     }.items():  # fmt: skip
         command += ["--setenv", name, value]
     return [*command, "--"]
+
+
+def _bound(places: Iterable[str], hidden: Iterable[Path]) -> list[str]:
+    """To be read: those of `places` that are here, without `hidden`, where a folder of the site lies among them."""
+    shown = list(dict.fromkeys(p for p in map(Path, places) if p.exists()))
+    command: list[str] = []
+    for path in sorted(shown):
+        command += ["--ro-bind", str(path), str(path)]
+    for path in hidden:
+        at = path.resolve()
+        for shows in shown if at.exists() else ():  # under each name that it has there, as of /lib, which is /usr/lib
+            if at.is_relative_to(shows.resolve()):
+                there = str(shows / at.relative_to(shows.resolve()))
+                empty = ["--tmpfs", there, "--remount-ro", there]
+                command += empty if at.is_dir() else ["--ro-bind", "/dev/null", there]
+    return command
 
 
 def _python(entry: str) -> list[str]:

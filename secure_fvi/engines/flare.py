@@ -1,12 +1,15 @@
 """NVIDIA FLARE carries the parties: a controller at the server, an executor at each site, of the installed package.
 
-FLARE starts and ends their processes, and brings auxiliary messages from one to the other. Nothing rests on its trust:
-what travels are letters, signed by the identities of the roster, and an answer names the letter that it answers. A job
-of FLARE is one incarnation of a job of ours; parties go on from their own folders in the next (`secure-fvi flare run`).
+FLARE starts and ends its processes, and brings auxiliary messages from one to the other. Nothing rests on its trust:
+what travels are letters, signed by the identities of the roster, and an answer names the letter that it answers; and at
+a site FLARE's own processes, which do what its server says, see neither keys nor data: behind a fence, they bring each
+letter to the door of the site's own process. A job of FLARE is one incarnation of a job of ours; parties go on from
+their own folders in the next (`secure-fvi flare run`).
 
-server                                     site
-Letter(number, job, body)          ->
-                                   <-      Letter(digest of the question, job, status, answer), or BUSY, unsigned
+server                              site: FLARE              the site itself
+Letter(number, job, body)    ->           Letter        ->
+                             <-                         <-   Letter(digest of the question, job, status, answer), or
+                                                             that it works on it, unsigned
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ import dataclasses
 import logging
 import os
 import secrets
+import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, TimeoutError, wait
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from secure_fvi.deployment.fence import carrying
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
 from secure_fvi.deployment.names import parse_table, read_bytes
 from secure_fvi.deployment.serving import remote_federation
@@ -30,30 +37,46 @@ from secure_fvi.deployment.site import Site, server_of
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.driving import Progress
 from secure_fvi.engines.flare_kits import (
-    DATA_DIR_VARIABLE,
-    DATA_VARIABLE,
-    REPEATABLE_VARIABLE,
     Job,
+    command,
     ended_file,
+    environment,
     job_file,
+    key_file_of,
+    workspace_of,
 )
-from secure_fvi.engines.letters import Letter, check_letter, read_letter, write_letter
+from secure_fvi.engines.letters import (
+    ANSWERED,
+    BUSY,
+    DOOR_VARIABLE,
+    FAILED,
+    LETTER,
+    OVERHEAD,
+    REFUSED,
+    WORKING,
+    Letter,
+    check_letter,
+    read_letter,
+    write_letter,
+)
 from secure_fvi.engines.remote import Line, Remote, shown
 from secure_fvi.engines.stream_client import answered
 from secure_fvi.engines.stream_messages import LONGEST, Whole
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.files import write_atomically
+from secure_fvi.key_files import KEY_FILE_VARIABLE, PASSPHRASE_VARIABLE
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.running import execute_federation
 
 _log = logging.getLogger(__name__)
 
-LETTER, BUSY = "letter", "busy"  # what a message of FLARE holds
 #: A site that still computes says so after `_HOLD` seconds; FLARE waits `REPLY` for one that may be gone.
 _HOLD, REPLY, _PAUSE = 5.0, 15.0, 0.2
 #: Seconds of silence after which a site's process is taken for dead, and at the start, for not there yet.
 SILENCE, START = 45.0, 120.0
+_AGAIN = 5.0  # seconds until a process that has ended is started again
+UNFENCED = "--sandbox off: FLARE's server can have FLARE read every file here that this user may read"
 _HELD, _SAY = 60.0, 60.0  # seconds for a folder that a process before may still hold; between two lines of the log
 
 
@@ -185,7 +208,7 @@ def left(name: str, incarnation: str, again: bool, text: str) -> None:
 
 
 def home_of_environment() -> Home:
-    """The folder that this machine's own environment names. Raises InputError where it names none."""
+    """The server's folder, which its own environment names. Raises InputError where it names none."""
     folder = os.environ.get(HOME_VARIABLE)
     if not folder:
         raise InputError(f"the environment of FLARE's process names no {HOME_VARIABLE}; use `secure-fvi flare start`")
@@ -201,7 +224,7 @@ class _Question(NamedTuple):
 
 
 class SiteParty:
-    """The site of this process, in a thread of its own: one question at a time, the last answer kept."""
+    """The site, in a thread of its own: one question at a time, the last answer kept."""
 
     def __init__(self, home: Home, local: Local) -> None:
         self._home = home
@@ -251,7 +274,92 @@ class SiteParty:
         self._thread.shutdown(wait=True, cancel_futures=False)
 
 
-def local_of_environment() -> Local:
-    data, folder = os.environ.get(DATA_VARIABLE), os.environ.get(DATA_DIR_VARIABLE)
-    repeatable = os.environ.get(REPEATABLE_VARIABLE) == "1"
-    return Local(Path(data) if data else None, Path(folder) if folder else None, repeatable)
+class Door:
+    """Where FLARE's processes of a site bring letters: a socket in the folder `folder`. A connection is a job of FLARE;
+    one is let in after the other, each to a party of its own. Bytes alone pass, and none is unpickled."""
+
+    def __init__(self, home: Home, local: Local, folder: Path) -> None:
+        self.path = folder / "door"
+        self._home, self._local = home, local
+        self._listener, self._open = Listener(str(self.path), "AF_UNIX"), True
+        threading.Thread(target=self._serve, name="door", daemon=True).start()
+
+    def _serve(self) -> None:
+        while self._open:
+            with self._listener.accept() as connection:
+                if not self._open:
+                    return
+                party = SiteParty(self._home, self._local)
+                try:
+                    self._talk(party, connection)
+                finally:
+                    party.close()
+
+    @staticmethod
+    def _talk(party: SiteParty, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):  # FLARE has ended its process, or it sends what is no letter
+            while True:
+                connection.send_bytes(_said_of(party, connection.recv_bytes(LONGEST + OVERHEAD)))
+
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._open = False
+        Client(str(self.path), "AF_UNIX").close()  # whom `accept` waits for
+        self._listener.close()
+
+
+def _said_of(party: SiteParty, letter: bytes) -> bytes:
+    try:
+        answer = party.answer(letter)
+    except SecureFVIError as error:
+        _log.warning("a letter was refused: %s", shown(str(error).encode()))
+        return REFUSED
+    except Exception:  # its kind may tell of data: it stays at the site
+        _log.exception("a letter could not be answered")
+        return FAILED
+    return WORKING if answer is None else ANSWERED + answer
+
+
+def run(kit: Path, home: Home, local: Local | None = None, sandbox: Literal["required", "off"] = "required") -> None:
+    """Run it until FLARE's administrator or a signal stops it, and again when it dies.
+
+    FLARE's own code at a site does what its server says: it reads files for it, and writes what it sends. So a silo's
+    and a key holder's sees the folder in which it runs, and no more; keys, data and all that is ours are here, behind
+    the door to which it brings letters. sandbox: "off" leaves the fence away. Raises InputError where there is none.
+    """
+    over = workspace_of(home) / "shutdown.fl"  # FLARE's own sign
+    with _around(home, local or Local(), sandbox) as (before, variables):
+        while not over.exists():
+            process = subprocess.Popen([*before, *command(kit, home)], env=variables, cwd=home.path)
+            try:
+                process.wait()
+            finally:
+                process.terminate()
+                process.wait()
+            if not over.exists():
+                _log.warning("FLARE's process of '%s' has ended (%d); it is started again", home.id, process.returncode)
+                time.sleep(_AGAIN)
+    over.unlink()
+
+
+@contextlib.contextmanager
+def _around(home: Home, local: Local, sandbox: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """What stands before FLARE's command at this member, and its environment."""
+    if home.role == "server":
+        with key_file_of(home) as key_file:
+            yield [], environment(home, key_file)
+        return
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="secure-fvi-door-"))
+        door = stack.enter_context(contextlib.closing(Door(home, local, Path(folder))))
+        secret = (PASSPHRASE_VARIABLE, KEY_FILE_VARIABLE, HOME_VARIABLE)
+        variables = {name: value for name, value in os.environ.items() if name not in secret}
+        before = []
+        if sandbox == "required":
+            workspace_of(home).mkdir(mode=0o700, parents=True, exist_ok=True)
+            data = (path for path in (local.data, local.data_dir) if path is not None)
+            before = carrying(workspace_of(home), door.path, {DOOR_VARIABLE: str(door.path)}, (home.path, *data))
+        else:
+            _log.warning("%s", UNFENCED)
+        yield before, {**variables, DOOR_VARIABLE: str(door.path)}

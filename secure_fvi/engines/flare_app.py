@@ -1,9 +1,15 @@
-"""What FLARE loads in its own processes, at the server and at each site: two classes of the installed package."""
+"""What FLARE loads in its own processes, at the server and at each site: two classes of the installed package.
+
+A site's has no part of the site in it: it carries letters to `flare.Door` and back.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Mapping
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from nvflare.apis.event_type import EventType
@@ -14,19 +20,7 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 
-from secure_fvi.engines.flare import (
-    BUSY,
-    LETTER,
-    REPLY,
-    Ended,
-    Post,
-    SiteParty,
-    home_of_environment,
-    left,
-    local_of_environment,
-    serve,
-)
-from secure_fvi.engines.remote import shown
+from secure_fvi.engines.letters import ANSWERED, BUSY, DOOR_VARIABLE, LETTER, REFUSED, WORKING
 from secure_fvi.errors import SecureFVIError
 
 _log = logging.getLogger(__name__)
@@ -51,6 +45,9 @@ class ServerController(Controller):  # type: ignore[misc]
         """There are no tasks."""
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        from secure_fvi.engines.flare import REPLY, Ended, Post, home_of_environment, left, serve
+        from secure_fvi.engines.remote import shown
+
         engine = fl_ctx.get_engine()
 
         def send(site: str, letter: bytes) -> Mapping[str, Any]:
@@ -72,36 +69,40 @@ class ServerController(Controller):  # type: ignore[misc]
 
 
 class SiteExecutor(Executor):  # type: ignore[misc]
-    """A site's party in a job of FLARE. Which site it is, and its data, are said by the site's own environment."""
+    """Brings what comes from the server to the site's door, and what the site says back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._party: SiteParty | None = None
+        self._door: Connection | None = None
+        self._lock = threading.Lock()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.START_RUN:
-            self._party = SiteParty(home_of_environment(), local_of_environment())
+            self._door = Client(os.environ[DOOR_VARIABLE], "AF_UNIX")
             fl_ctx.get_engine().register_aux_message_handler(TOPIC, self._answer)
-        elif event_type == EventType.END_RUN and self._party is not None:
-            self._party.close()
-            self._party = None
+        elif event_type == EventType.END_RUN and self._door is not None:
+            with self._lock:
+                self._door.close()
+                self._door = None
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Refused: jobs of ours have no tasks."""
         return make_reply(ReturnCode.TASK_UNKNOWN)
 
     def _answer(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        content, party = request.get(LETTER), self._party
-        if not isinstance(content, bytes) or party is None:
-            return make_reply(ReturnCode.BAD_REQUEST_DATA)
-        try:
-            answer = party.answer(content)
-        except SecureFVIError as error:
-            _log.warning("a letter was refused: %s", shown(str(error).encode()))
-            return make_reply(ReturnCode.BAD_REQUEST_DATA)
-        except Exception:  # its kind may tell of data: it stays at the site
-            _log.exception("a letter could not be answered")
-            return make_reply(ReturnCode.EXECUTION_EXCEPTION)
+        content = request.get(LETTER)
+        with self._lock:
+            if not isinstance(content, bytes) or self._door is None:
+                return make_reply(ReturnCode.BAD_REQUEST_DATA)
+            try:
+                self._door.send_bytes(content)
+                found = self._door.recv_bytes()
+            except (EOFError, OSError) as error:
+                _log.warning("the site's process is not there (%s)", type(error).__name__)
+                return make_reply(ReturnCode.EXECUTION_EXCEPTION)
+        kind, answer = found[:1], found[1:]
+        if kind not in (ANSWERED, WORKING):
+            return make_reply(ReturnCode.BAD_REQUEST_DATA if kind == REFUSED else ReturnCode.EXECUTION_EXCEPTION)
         reply = make_reply(ReturnCode.OK)
-        reply.update({LETTER: answer} if answer is not None else {BUSY: True})
+        reply.update({LETTER: answer} if kind == ANSWERED else {BUSY: True})
         return reply

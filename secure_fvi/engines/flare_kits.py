@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,6 @@ from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
 from secure_fvi.deployment.job import silo_ids
 from secure_fvi.deployment.names import ROLES, Table, now, printable, read_bytes, write_bytes
-from secure_fvi.deployment.site_job import Local
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.files import write_atomically
 from secure_fvi.key_files import KEY_FILE_VARIABLE, PASSPHRASE_VARIABLE
@@ -39,12 +37,6 @@ from secure_fvi.runs.directory import RunDirectory
 
 _log = logging.getLogger(__name__)
 
-#: What a site's own environment says of its data, to FLARE's processes.
-DATA_VARIABLE, DATA_DIR_VARIABLE, REPEATABLE_VARIABLE = (
-    "SECURE_FVI_SITE_DATA",
-    "SECURE_FVI_DATA",
-    "SECURE_FVI_REPEATABLE",
-)
 CLASSES = ("secure_fvi.engines.flare_app.SiteExecutor", "secure_fvi.engines.flare_app.ServerController")
 #: What FLARE lets the administrator do at a site: submit and end jobs, and look at states.
 _RIGHTS = {
@@ -58,7 +50,7 @@ _STORAGE = f"{_APP}.storages.filesystem_storage.FilesystemStorage"
 _LOG = "nvflare.fuel.utils.log_utils.BaseFormatter"
 #: Incarnations of one job in a row that may end without a round more.
 MOST_TRIES = 5
-_LOOK, _BETWEEN, _FLARE_AWAY, _LOST, _AGAIN = 1.0, 10.0, 60.0, 30.0, 5.0  # seconds
+_LOOK, _BETWEEN, _FLARE_AWAY, _LOST = 1.0, 10.0, 60.0, 30.0  # seconds
 
 
 #: Text without braces or dollars, in which FLARE would put values of its environment; and a file of `startup/`.
@@ -248,15 +240,10 @@ def write_job(home: Path, name: str, job: Job) -> None:
     write_atomically(path, wording.dumps(job.model_dump(mode="json")).encode())
 
 
-def environment(home: Home, local: Local | None = None, key_file: Path | None = None) -> dict[str, str]:
-    """Of FLARE's processes at a site: which site it is, where its data are, and this Python first; no passphrase, but
-    which file has it, and no module out of the folder that a process stands in."""
-    local = local or Local()
+def environment(home: Home, key_file: Path | None = None) -> dict[str, str]:
+    """Of FLARE's processes at the server: which member it is, and this Python first; no passphrase, but which file has
+    it, and no module out of the folder that a process stands in."""
     found = {**os.environ, HOME_VARIABLE: str(home.path.resolve())}
-    for name, path in ((DATA_VARIABLE, local.data), (DATA_DIR_VARIABLE, local.data_dir)):
-        if path is not None:
-            found[name] = str(path.resolve())
-    found[REPEATABLE_VARIABLE] = "1" if local.repeatable else "0"
     found.pop(PASSPHRASE_VARIABLE, None)
     if key_file is not None:
         found[KEY_FILE_VARIABLE] = str(key_file)
@@ -266,8 +253,8 @@ def environment(home: Home, local: Local | None = None, key_file: Path | None = 
 
 
 @contextlib.contextmanager
-def _key_file(home: Home) -> Iterator[Path | None]:
-    """A file with the passphrase of this site's keys, in memory where the system has such, for as long as FLARE runs;
+def key_file_of(home: Home) -> Iterator[Path | None]:
+    """A file with the passphrase of the server's keys, in memory where the system has such, for as long as FLARE runs;
     None where the environment names one, or the keys have none."""
     secret = home.passphrase
     if secret is None or (os.environ.get(KEY_FILE_VARIABLE) and not os.environ.get(PASSPHRASE_VARIABLE)):
@@ -299,23 +286,6 @@ def command(kit: Path, home: Home) -> list[str]:
     own = ["secure_train=true", f"uid={home.id}", "org=consortium", "config_folder=config"]
     run = [sys.executable, "-P", "-u", "-m", f"nvflare.private.fed.app.{module}"]
     return [*run, "-m", str(workspace.resolve()), "-s", at, "--set", *own]
-
-
-def run(kit: Path, home: Home, local: Local | None = None) -> None:
-    """Run it until FLARE's administrator or a signal stops it, and again when it dies."""
-    over = workspace_of(home) / "shutdown.fl"  # FLARE's own sign
-    with _key_file(home) as key_file:
-        while not over.exists():
-            process = subprocess.Popen(command(kit, home), env=environment(home, local, key_file), cwd=home.path)
-            try:
-                process.wait()
-            finally:
-                process.terminate()
-                process.wait()
-            if not over.exists():
-                _log.warning("FLARE's process of '%s' has ended (%d); it is started again", home.id, process.returncode)
-                time.sleep(_AGAIN)
-    over.unlink()
 
 
 def project(roster: ConsortiumRoster, host: str, port: int, admin: str) -> str:

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from secure_fvi.deployment.home import Home
 
 LABEL = b"secure-fvi/letter/1/"
+#: What a message of FLARE holds: a letter, or the word of a site that still computes.
+LETTER, BUSY = "letter", "busy"
+#: Where FLARE's process of a site, which sees nothing else of it, finds the site: a socket's path, in its environment.
+#: A letter goes in; out comes one of these bytes, and behind the first the answer.
+DOOR_VARIABLE = "SECURE_FVI_DOOR"
+ANSWERED, WORKING, REFUSED, FAILED = b"A", b"W", b"R", b"F"
 #: Bytes of a letter beyond its body, at most.
 OVERHEAD = 4096
 

@@ -71,7 +71,8 @@ class Processes:
             text=True,
             check=False,
         )
-        return [int(n) for n in found.stdout.split()]
+        pids = [int(n) for n in found.stdout.split()]
+        return [n for n in pids if "python" in Path(f"/proc/{n}/exe").readlink().name]  # not the fence
 
     def kill(self, name: str, module: str) -> int:
         """How many of them there were."""

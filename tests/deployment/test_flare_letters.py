@@ -9,11 +9,15 @@ import functools
 import json
 import logging.config
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ import pytest
 from consortium_run import SILOS, Job
 from deployment_world import DAY, NOW, World, new_world
 
-from secure_fvi.deployment import signatures
+from secure_fvi.deployment import fence, signatures
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.engines import flare, flare_kits
@@ -31,9 +35,8 @@ from secure_fvi.engines.flare import (
     Ended,
     FlareCarrier,
     Post,
-    SiteParty,
 )
-from secure_fvi.engines.letters import Letter, read_letter, write_letter
+from secure_fvi.engines.letters import ANSWERED, REFUSED, WORKING, Letter, read_letter, write_letter
 from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError, SecureFVIWarning
 
@@ -53,27 +56,36 @@ def world(made: World, tmp_path: Path) -> World:
 
 
 class Network:
-    """What FLARE is to both ends: a letter in, an answer or a word out. `spoil` may change or lose an answer."""
+    """What FLARE is to both ends: a letter in at the door of a site, an answer or a word out. `spoil` may change or
+    lose an answer."""
 
-    def __init__(self, world: World) -> None:
-        self.parties = {s: SiteParty(world.homes[s], Local(repeatable=True)) for s in SILOS}
+    def __init__(self, world: World, folder: Path) -> None:
+        self.doors: dict[str, flare.Door] = {}
+        for site in SILOS:
+            (folder / site).mkdir()
+            self.doors[site] = flare.Door(world.homes[site], Local(repeatable=True), folder / site)
         self.world, self.over = world, threading.Event()
+        self.processes: dict[str, Connection] = {}  # FLARE's at each site
+        for site in SILOS:
+            self.come_back(site)
         self.spoil: Callable[[str, bytes], Mapping[str, Any]] = lambda site, answer: {LETTER: answer}
         self.letters: list[tuple[str, bytes]] = []
 
     def send(self, site: str, letter: bytes) -> Mapping[str, Any]:
         self.letters.append((site, letter))
-        if site not in self.parties:
+        if site not in self.processes:
             return {}
-        answer = self.parties[site].answer(letter)
-        return {BUSY: True} if answer is None else self.spoil(site, answer)
+        self.processes[site].send_bytes(letter)
+        said = self.processes[site].recv_bytes()
+        assert said[:1] in (ANSWERED, WORKING)
+        return {BUSY: True} if said == WORKING else self.spoil(site, said[1:])
 
     def lose(self, site: str) -> None:
         """The site's process dies."""
-        self.parties.pop(site).close()
+        self.processes.pop(site).close()
 
     def come_back(self, site: str) -> None:
-        self.parties[site] = SiteParty(self.world.homes[site], Local(repeatable=True))
+        self.processes[site] = Client(str(self.doors[site].path), "AF_UNIX")
 
     def serve(self, job: Job, out: Path) -> bytes:
         home = self.world.homes["hub"]
@@ -87,10 +99,13 @@ class Network:
 
 @pytest.fixture
 def network(world: World) -> Iterator[Network]:
-    found = Network(world)
-    yield found
-    for party in found.parties.values():
-        party.close()
+    with tempfile.TemporaryDirectory(prefix="doors-") as folder:  # a socket's path is short
+        found = Network(world, Path(folder))
+        yield found
+        for site in list(found.processes):
+            found.lose(site)
+        for door in found.doors.values():
+            door.close()
 
 
 def _job(world: World, folder: Path) -> Job:
@@ -107,9 +122,11 @@ def test_a_job_under_flare_gives_the_posterior_of_one_process(network: Network, 
             return {}
         if n[0] % 7 == 0:
             return {LETTER: answer[:-1] + bytes([answer[-1] ^ 1])}
-        if n[0] == 20:
+        if n[0] == 20:  # and the next brings what is no letter
             network.lose("east")
             network.come_back("east")
+            network.processes["east"].send_bytes(b"no letter")
+            assert network.processes["east"].recv_bytes() == REFUSED
         return {LETTER: answer}
 
     network.spoil = spoil
@@ -445,7 +462,7 @@ def test_a_kit_reads_nothing_out(
     said = (kit / "startup" / "fed_client.json").read_text()
     if _SPYING in said:
         assert "correct horse" in said.replace(_SPYING, _SPYING.format(**{f"${k}": v for k, v in os.environ.items()}))
-    with flare_kits._key_file(home) as key_file:
+    with flare_kits.key_file_of(home) as key_file:
         found = flare_kits.environment(home, key_file=key_file)
         assert "correct horse" not in str(found)
         monkeypatch.delenv("SECURE_FVI_PASSPHRASE")
@@ -477,9 +494,68 @@ def test_homes_come_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("SECURE_FVI_HOME", raising=False)
     with pytest.raises(InputError, match="names no SECURE_FVI_HOME"):
         flare.home_of_environment()
-    home = world.homes["east"]
-    for name, value in flare_kits.environment(home, Local(repeatable=True)).items():
+    for name, value in flare_kits.environment(world.homes["hub"]).items():
         monkeypatch.setenv(name, value)
     assert isinstance(flare.home_of_environment(), Home)
-    assert flare.home_of_environment().id == "east"
-    assert flare.local_of_environment().repeatable
+    assert flare.home_of_environment().id == "hub"
+
+
+# ---- a site's door ----
+
+
+#: What FLARE 2.9.0's own client does for whoever plays its server: cat, head, grep, ls of any path.
+_LOOKING = """
+import json, os, sys
+from multiprocessing.connection import Client, Connection
+found = {}
+for path in sys.argv[1:]:
+    try:
+        found[path] = open(path).read() if not os.path.isdir(path) else os.listdir(path)
+    except OSError as error:
+        found[path] = None
+with Client(os.environ["SECURE_FVI_DOOR"], "AF_UNIX") as door:
+    door.send_bytes(b"no letter")
+    found["door"] = door.recv_bytes().decode()
+open("written", "w").write("here")
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not here")
+@pytest.mark.parametrize("sandbox", ["required", "off"])
+def test_flares_process_sees_the_door_and_nothing_of_the_site(
+    sandbox: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: without the fence it reads them all."""
+    east, table = world.homes["east"], tmp_path / "asthma.csv"
+    table.write_text("child,wheeze\n7,1\n")
+    monkeypatch.setenv("SECURE_FVI_PASSPHRASE", "correct horse")
+    keys = [path for path in east.path.iterdir() if path.is_file()]
+    secret = [str(p) for p in (table, *keys, east.path, "/proc/1/environ", f"/proc/{os.getpid()}/environ")]
+    with flare._around(east, Local(table), sandbox) as (before, variables):
+        work = flare_kits.workspace_of(east)
+        work.mkdir(parents=True, exist_ok=True)
+        command = [*before, sys.executable, "-P", "-c", _LOOKING, *secret]
+        done = subprocess.run(command, env=variables, cwd=work, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found.pop("door") == REFUSED.decode()
+    assert (work / "written").read_text() == "here"
+    if sandbox == "off":
+        assert found[str(table)] == table.read_text()
+        assert set(keys) <= {east.path / name for name in found[str(east.path)]}
+        return
+    assert found.pop(str(east.path)) == ["flare"]  # in which its own folder is
+    assert "correct horse" not in str(found)
+    assert not any(what for name, what in found.items() if not name.startswith("/proc"))
+
+
+def test_without_bubblewrap_no_site_is_started_unless_its_owner_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    fence._tool.cache_clear()
+    try:
+        with pytest.raises(InputError, match="there is no 'bwrap' here"):
+            flare.run(Path("kit"), world.homes["east"])
+    finally:
+        fence._tool.cache_clear()
