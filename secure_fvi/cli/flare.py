@@ -37,7 +37,6 @@ def project(home: Path, host: str, port: int, admin: str, out: Path) -> None:
 @flare.command()
 @_kit
 @home_option
-@click.option("--data", type=FILE, help="The silo's data file, instead of the policy's.")
 @click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
 @click.option("--repeatable", is_flag=True, help="For tests, as in `secure-fvi silo start`.")
 @click.option(
@@ -48,7 +47,6 @@ def project(home: Path, host: str, port: int, admin: str, out: Path) -> None:
 def start(
     kit: Path,
     home: Path,
-    data: Path | None,
     data_dir: Path | None,
     repeatable: bool,
     sandbox: Literal["required", "off"],
@@ -69,7 +67,7 @@ def start(
     check_flare()
     site = open_home(home)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # and FLARE's process with it
-    run(kit, site, Local(data, data_dir, repeatable), sandbox)
+    run(kit, site, Local(data_dir, repeatable), sandbox)
 
 
 @flare.command()

@@ -280,6 +280,8 @@ def _fits(decision: Decision, home: Home) -> str:
     have. Raises DataError, InputError."""
     from secure_fvi.deployment.names import printable
     from secure_fvi.deployment.site_job import check_left_out
+    from secure_fvi.privacy.settings import exact_totals
+    from secure_fvi.runs.options import chosen
     from secure_fvi.runs.records import formula_model, formula_part
 
     site = home.id
@@ -298,7 +300,7 @@ def _fits(decision: Decision, home: Home) -> str:
     _, found = formula_part(config, site, model)
     left = found.read - len(found.columns[model.columns[0]])
     said = f"its table fits the dictionary: {found.read} rows, {left} of them left out\n"
-    if config.privacy is not None:
+    if not exact_totals(chosen(config)[2]):
         return said
     assert decision.data is not None
     check_left_out(home, decision.data.id, found.read, left)

@@ -97,7 +97,6 @@ def silo() -> None:
 @silo.command("start")
 @home_option
 @click.option("--server", "address", required=True, metavar="HOST:PORT", help="Where the server listens.")
-@click.option("--data", type=FILE, help="The silo's data file, instead of the policy's.")
 @click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
 @click.option("--once", is_flag=True, help="Leave after the first job.")
 @click.option(
@@ -111,7 +110,6 @@ def silo() -> None:
 def start_silo(
     home: Path,
     address: str,
-    data: Path | None,
     data_dir: Path | None,
     once: bool,
     repeatable: bool,
@@ -128,7 +126,7 @@ def start_silo(
 
     site = _opened(home, "silo")
     start_log(quiet, log_format, site=site.id, role=site.role)
-    run_site(site, address, Local(data, data_dir, repeatable), once)
+    run_site(site, address, Local(data_dir, repeatable), once)
 
 
 @click.group()

@@ -76,7 +76,7 @@ from secure_fvi.deployment.site_job import Cohort, SiteJob, _of_data, threads_of
 from secure_fvi.deployment.trail import MATCHED
 from secure_fvi.driving import Run
 from secure_fvi.engines.stream_messages import LONGEST
-from secure_fvi.errors import InputError, PolicyError, ProtocolError
+from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import write_atomically
 from secure_fvi.guarding import Guards
@@ -146,7 +146,15 @@ class ColumnsJob(SiteJob):
             where = device_named(config.run.device)
             self._table, _ = columns_of(home.id, rows, self._dtype, where, finite=not by_record)
             named = np.frombuffer(b"".join(hashlib.sha256(repr(i).encode()).digest() for i in ids), np.uint8)
-            self.cohort = Cohort(home, offer, self.folder, {**rows, "ids": named.reshape(-1, 32)}, self.decision.data)
+            used = {**rows, "ids": named.reshape(-1, 32)}
+            try:
+                self.cohort = Cohort(home, offer, self.folder, used, self.decision.data)
+            except DataError as error:
+                if not by_record:
+                    raise
+                self.unfit.tell(error, whole=True)
+        if by_record and self.unfit.whole:  # they go into no answer (`Silo.silent`), and what is asked gets noise
+            self.cohort = Cohort(home, offer, self.folder, None, self.decision.data)
         private = self._chosen[2] is not None
         self._work = 0 if private else numbers_of([rows])
         self.threads = threads_of(config, self._work)

@@ -20,7 +20,9 @@ from secure_fvi.deployment.trail import MATCHED, JobEntry, Trail
 from secure_fvi.dictionary import read_dictionary
 from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError, SessionLost
 from secure_fvi.privacy.ledger_account import read_ledger
+from secure_fvi.privacy.settings import exact_totals
 from secure_fvi.runs.config import Config
+from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import formula_columns
 from secure_fvi.silo import UNANSWERABLE
 
@@ -40,6 +42,12 @@ def stated_policy(home: Home, job: str, policy: bytes) -> bytes:
     the site can tell whether it is right, and who has none of its keys cannot try policies against it."""
     said = b"secure-fvi/stated-policy/1/" + policy + job.encode()
     return hashlib.blake2b(said, key=home.state_secret(), digest_size=32).digest()
+
+
+def logged_policy(home: Home, policy: bytes) -> bytes:
+    """What this site's log calls the policy of hash `policy`, likewise: the server, which countersigns the log, has a
+    digest of every row."""
+    return stated_policy(home, "", policy)
 
 
 class Decision(NamedTuple):
@@ -69,13 +77,13 @@ class Decision(NamedTuple):
 
     @property
     def _complete(self) -> tuple[str, ...]:
-        """Of a formula without differential privacy, where rows with a gap are left out: the columns of all formulas
-        that the policy lists, or all, where it lists any. Were it this formula's alone, totals of two would differ by
-        the rows that have a gap in one's columns."""
+        """Of a formula whose totals the server sees exactly, where rows with a gap are left out: the columns of all
+        formulas that the policy lists, or all, where it lists any. Were it this formula's alone, totals of two would
+        differ by the rows that have a gap in one's columns."""
         config, data = self.offer.config, self.data
-        if config.model.formula is None or config.privacy is not None or data is None or data.dictionary is None:
+        if config.model.formula is None or data is None or data.dictionary is None or data.missing != "drop":
             return ()
-        if data.missing != "drop":
+        if not exact_totals(chosen(config)[2]):
             return ()
         try:
             own, found = read_dictionary(Path(data.dictionary)), set[str]()
@@ -106,8 +114,9 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         raise PolicyError("this site's policy cannot be read; the site's log says more") from error
     if trail.chain.roster != roster.hash:
         trail.roster(roster.serial, roster.hash)
-    if trail.chain.policy != policy.hash:
-        trail.policy(policy.hash)
+    logged = logged_policy(home, policy.hash)
+    if trail.chain.policy != logged:
+        trail.policy(logged)
     try:
         jobs = trail.chain.jobs
         accepted = {r.fields["offer"] for r in jobs.values() if r.accepted}
@@ -122,7 +131,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
             raise ProtocolError(f"job '{offer.job}' was accepted with another offer; a new job needs a new id")
         if before is not None and over(before.outcome):
             raise ProtocolError(f"job '{offer.job}' has finished; its offer was sent again")
-        again = before is not None and before.accepted and before.fields["policy"] == policy.hash
+        again = before is not None and before.accepted and before.fields["policy"] == logged
         if trail.full and not again:
             raise ProtocolError(f"job '{offer.job}': this site was asked too often today; offer it again tomorrow")
     except Exception as error:
@@ -135,7 +144,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
             _check_matched(offer, trail, data)
             _check_ledger(home, offer, trail)
     except Exception as error:
-        trail.job(job_entry(offer, policy.hash, accepted=False, reason=_reason(error)))
+        trail.job(job_entry(offer, logged, accepted=False, reason=_reason(error)))
         raise
     if not met and (before is None or not (before.accepted or before.exchanges)):
         raise SessionLost(f"job '{offer.job}' is new to '{home.id}', and its records were not countersigned first")
@@ -144,7 +153,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
     found = Decision(offer, roster, policy, data, matched, exact)
     if trail.full:  # it goes on, by a row that is there
         return found
-    trail.job(job_entry(offer, policy.hash, accepted=True))
+    trail.job(job_entry(offer, logged, accepted=True))
     if home.role == "silo":
         trail.note(
             offer.job,

@@ -88,13 +88,12 @@ _LEFT_OUT = 3
 
 
 class Local(NamedTuple):
-    """How a silo runs jobs. data: a file in place of the policy's; data_dir: of shipped programs' data.
+    """How a silo runs jobs. data_dir: of shipped programs' data.
 
     repeatable: draw from the job's seed, as one process with all parties does. The server can then work the draws
     out, so it is for tests.
     """
 
-    data: Path | None = None
     data_dir: Path | None = None
     repeatable: bool = False
 
@@ -160,7 +159,7 @@ class SiteJob:
         self._questions: HeldStore | None = None
         self.session = b""
         self._given_up = False  # the session that is open is not to be gone on with
-        self._build(_with_data(decision.local_config(home.id), home.id, local.data))
+        self._build(decision.local_config(home.id))
 
     def _build(self, config: Config) -> None:
         """Read the data, trace the model, and build what answers rounds."""
@@ -641,15 +640,6 @@ def _of_data(silo: str) -> Iterator[None]:
     except Exception as error:
         what = str(error) if isinstance(error, InputError) else f"its data cannot be read ({type(error).__name__})"
         raise DataError(f"silo '{silo}': {what}") from error
-
-
-def _with_data(config: Config, silo: str, data: Path | None) -> Config:
-    if data is None:
-        return config
-    if config.partition is not None:
-        raise InputError(f"'{data}': the job's [partition] takes records from a program, and would not read this file")
-    silos = tuple(s.model_copy(update={"data": str(data)}) if s.id == silo else s for s in config.silo)
-    return config.model_copy(update={"silo": silos})
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

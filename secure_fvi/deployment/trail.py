@@ -96,7 +96,7 @@ class Trail(Book["TrailChain"]):
         self._durable(ROSTER, {"serial": serial, "roster": roster})
 
     def policy(self, policy: bytes) -> None:
-        """The policy (its hash) that is in force."""
+        """The policy that is in force, by `deciding.logged_policy`."""
         self._durable(POLICY, {"policy": policy})
 
     def job(self, entry: JobEntry) -> None:

@@ -32,6 +32,7 @@ from typing import Any, Literal, NamedTuple
 from secure_fvi.deployment.fence import carrying
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
 from secure_fvi.deployment.names import parse_table, read_bytes
+from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.serving import remote_federation
 from secure_fvi.deployment.site import Site, server_of
 from secure_fvi.deployment.site_job import Local
@@ -301,7 +302,6 @@ class Door:
             while True:
                 connection.send_bytes(_said_of(party, connection.recv_bytes(LONGEST + OVERHEAD)))
 
-
     def close(self) -> None:
         """Let nobody in any more."""
         self._open = False
@@ -358,8 +358,10 @@ def _around(home: Home, local: Local, sandbox: str) -> Iterator[tuple[list[str],
         before = []
         if sandbox == "required":
             workspace_of(home).mkdir(mode=0o700, parents=True, exist_ok=True)
-            data = (path for path in (local.data, local.data_dir) if path is not None)
-            before = carrying(workspace_of(home), door.path, {DOOR_VARIABLE: str(door.path)}, (home.path, *data))
+            hidden = [home.path, *([local.data_dir] if local.data_dir else [])]
+            with contextlib.suppress(InputError):  # of a policy that is none yet
+                hidden += read_policy(home.policy_file).files
+            before = carrying(workspace_of(home), door.path, {DOOR_VARIABLE: str(door.path)}, hidden)
         else:
             _log.warning("%s", UNFENCED)
         yield before, {**variables, DOOR_VARIABLE: str(door.path)}

@@ -25,6 +25,7 @@ from secure_fvi.alignment import MatchingSilo
 from secure_fvi.cli.policy import _alignment_lines
 from secure_fvi.deployment import holding, serving
 from secure_fvi.deployment.columns_job import read_aligned
+from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import read_policy
@@ -311,6 +312,35 @@ def test_a_cell_that_is_no_number_is_one_persons_alone(world: World, tmp_path: P
     assert unfit.exists() == private  # told to the site alone
 
 
+def _pin(home: Home, cohort: str) -> None:
+    """Have the policy want these rows of its data set."""
+    text = home.policy_file.read_text()
+    home.policy_file.write_text(text.replace("[[data]]\n", f'[[data]]\ncohort = "{cohort}"\n'))
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_rows_that_a_policy_does_not_want_are_nobodys_under_privacy(
+    world: World, tmp_path: Path, private: bool
+) -> None:
+    """One person's value is another than in the job before: a site that did not join would tell of it, without noise.
+    It answers with noise alone. The control is a job without privacy, which the site does not join."""
+    privacy = {"unit": "record", "epsilon": 0.1, "delta": 1e-5, "clipping_norm": 1.0, "data_set": "data"}
+    more: dict[str, Any] = {"privacy": privacy} if private else {}
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED, algorithm={**VERTICAL, "response": "shared"}, **more)
+    hub, home = world.homes["hub"], world.homes["east"]
+    _pin(home, "pinned")
+    for spoilt in (False, True):
+        if spoilt:
+            _spoil(job, "east", "9.25")
+        offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+        with closing(Site(home, Local())) as site:
+            met(hub, site)
+            with pytest.raises(DataError) if spoilt and not private else nullcontext():
+                site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
+                assert site._job is not None
+                assert site._job.unfit.whole == spoilt  # told to the site alone
+
+
 @pytest.mark.parametrize("ending", [".json", ".csv"])
 def test_a_column_of_one_person_leaves_no_gap_in_others_rows(tmp_path: Path, ending: str) -> None:
     """A key that one record has alone was a column of all, so that all others' rows counted as zero. The control says
@@ -335,11 +365,12 @@ def test_a_private_job_is_charged_to_the_ledgers(world: World, tmp_path: Path) -
         world, tmp_path, alignment=MATCHED, privacy=privacy, algorithm={**VERTICAL, "response": "shared", "rounds": 4}
     )
     _spoil(job, "east", "none")
+    _pin(world.homes["south"], "0" * 64)  # other rows than its policy wants: noise alone, for what it sends
     job.run()
     for silo in SILOS:
         (chain,) = verify_ledger(world.homes[silo].ledger_file, silo)
         (record,) = chain.jobs.values()
-        assert record.released == {"auxiliary": 4, "hidden": 3}
+        assert record.released == {"auxiliary": 4} | ({} if silo == "south" else {"hidden": 3})
 
 
 @pytest.mark.slow

@@ -532,7 +532,7 @@ def test_flares_process_sees_the_door_and_nothing_of_the_site(
     monkeypatch.setenv("SECURE_FVI_PASSPHRASE", "correct horse")
     keys = [path for path in east.path.iterdir() if path.is_file()]
     secret = [str(p) for p in (table, *keys, east.path, "/proc/1/environ", f"/proc/{os.getpid()}/environ")]
-    with flare._around(east, Local(table), sandbox) as (before, variables):
+    with flare._around(east, Local(), sandbox) as (before, variables):
         work = flare_kits.workspace_of(east)
         work.mkdir(parents=True, exist_ok=True)
         command = [*before, sys.executable, "-P", "-c", _LOOKING, *secret]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ from secure_fvi.cli import cli
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.policy import TEMPLATE, read_policy
 from secure_fvi.runs import wording
+from secure_fvi.runs.config import Privacy
 from secure_fvi.runs.records import formula_model, formula_part
 
 _FLOORS = ("min_cohort", "sandbox", "package", "privacy")
@@ -124,8 +126,13 @@ def test_two_formulas_leave_out_the_same_rows(door: Door, held: bool, monkeypatc
     drop = ("--missing", "drop", "--without-dp", "--yes")
     priors = ("--set", "model.options.priors={}")
 
-    def used(*, by: str) -> int:
+    def used(*, by: str, noise: str | None = None) -> int:
+        """Rows of a job without differential privacy, or, `noise`, under it: of the server exact totals are seen."""
         offer = study.offer(formula=by, options={"most": {"rows": 4}})
+        privacy = (
+            Privacy.model_validate({"unit": "record", "epsilon": 1.0, "delta": 1e-5, "noise": noise}) if noise else None
+        )
+        offer = replace(offer, config=offer.config.model_copy(update={"privacy": privacy}))
         policy = read_policy(door.policy)
         config = Decision(offer, study.world.homes["east"].roster(NOW), policy, policy.data["data"]).local_config(
             "east"
@@ -137,7 +144,10 @@ def test_two_formulas_leave_out_the_same_rows(door: Door, held: bool, monkeypatc
     assert alone == 90
     again = ["policy", "allow", str(study.job.path), "--home", str(door.home), "--without-dp", "--yes"]
     assert CliRunner().invoke(cli, again).exit_code == 0  # no job was run yet
-    assert (used(by=second), used(by=FORMULA)) == ((89, 89) if held else (90, 89))
+    both = (89, 89) if held else (90, 89)
+    assert (used(by=second), used(by=FORMULA)) == both
+    assert tuple(used(by=formula, noise="server") for formula in (second, FORMULA)) == both
+    assert tuple(used(by=formula, noise="distributed") for formula in (second, FORMULA)) == (90, 89)  # noise hides it
     door.policy.write_bytes(first)
     assert study.join(study.offer(formula=second, options={"most": {"rows": 4}})).nonce
     answer = CliRunner().invoke(cli, again)

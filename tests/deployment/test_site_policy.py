@@ -18,7 +18,7 @@ from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment import deciding
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
-from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
+from secure_fvi.deployment.deciding import FINISHED, decide, job_entry, logged_policy
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import SitePolicy, read_policy, write_template
@@ -684,7 +684,9 @@ def test_a_decision_is_written_down_whichever_it_is(site: Site, world: World) ->
     chain = verify(home.log_file)
     accepted, refused = chain.jobs.values()
     assert (accepted.accepted, refused.accepted) == (True, False)
-    assert accepted.fields["policy"] == policy.hash
+    # Digests of all rows leave the site, unkeyed: of one that had the hash, a server would try policies.
+    assert accepted.fields["policy"] == logged_policy(home, policy.hash)
+    assert not any(policy.hash in row.body for row in rows(home.log_file)[1])
     assert accepted.fields["epsilon"] == 0.9
     assert "it may run 100 rounds (at most 99)" in refused.fields["reason"]
     kinds = [row.kind for row in rows(home.log_file)[1]]
