@@ -287,18 +287,17 @@ class Door:
 
     def _serve(self) -> None:
         while self._open:
-            with self._listener.accept() as connection:
-                if not self._open:
-                    return
-                party = SiteParty(self._home, self._local)
-                try:
-                    self._talk(party, connection)
-                finally:
-                    party.close()
+            try:
+                connection = self._listener.accept()
+            except OSError:  # who called has gone, or the listener
+                continue
+            with connection:
+                if self._open:
+                    self._talk(connection)
 
-    @staticmethod
-    def _talk(party: SiteParty, connection: Connection) -> None:
-        with contextlib.suppress(EOFError, OSError):  # FLARE has ended its process, or it sends what is no letter
+    def _talk(self, connection: Connection) -> None:
+        party = SiteParty(self._home, self._local)
+        with contextlib.closing(party), contextlib.suppress(EOFError, OSError):  # FLARE has ended its process
             while True:
                 connection.send_bytes(_said_of(party, connection.recv_bytes(LONGEST + OVERHEAD)))
 

@@ -120,8 +120,11 @@ def guard(kit: Path, workspace: Path) -> None:
     at = _startup(kit)
     said = _addresses(kit, at)
     for folder in ("startup", "local"):
-        shutil.rmtree(workspace / folder, ignore_errors=True)
-        (workspace / folder).mkdir(mode=0o700, parents=True)
+        place = workspace / folder
+        if place.is_symlink():  # FLARE's code was here, and may have been somebody's: nothing is written elsewhere
+            place.unlink()
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(mode=0o700, parents=True)
     write_atomically(workspace / "startup" / at, json.dumps(said.model_dump(exclude_unset=True), indent=2).encode())
     ends: list[_Client | _Server] = [said.client, *said.servers]
     for one in ends:

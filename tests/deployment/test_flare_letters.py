@@ -424,6 +424,8 @@ def test_who_makes_a_kit_runs_nothing_at_the_site(tmp_path: Path, world: World) 
     (work / "its-own-job").mkdir(parents=True)
     (work / "startup").mkdir()
     (work / "startup" / "older__resources.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (work / "local").symlink_to(tmp_path / "elsewhere")
     command = flare_kits.command(kit, east)
     assert command[:5] == [sys.executable, "-P", "-u", "-m", "nvflare.private.fed.app.client.client_train"]
     assert not any("start.sh" in word for word in command)
@@ -431,6 +433,8 @@ def test_who_makes_a_kit_runs_nothing_at_the_site(tmp_path: Path, world: World) 
     ours = {f"local/{name}.json" for name in ("resources", "authorization", "log_config")}
     assert made == ours | {"startup/fed_client.json", "startup/client.key"}
     assert (work / "its-own-job").is_dir()
+    assert not (work / "local").is_symlink()
+    assert not list((tmp_path / "elsewhere").iterdir())
     assert flare_kits.environment(east)["PYTHONSAFEPATH"] == "1"
     assert command[command.index("-s") - 1] == str(work.resolve())
     with pytest.raises(InputError, match="for another role than 'hub' has, a server"):
