@@ -444,7 +444,7 @@ class ServerColumns:
         """Order and rows of the response's file, by matching in which this process is the matcher and a party."""
         agreed = home.roster(now())
         roster, identity = matching_roster(agreed, offer), home.identity_in(agreed)
-        store = open_held(folder / _STORE, home.state_secret(), power_safe=True)
+        store = open_held(folder / _STORE, home.state_secret(), power_safe=True, job=offer.job)
         try:
             own = MatchingSilo(roster, home.id, identity, self._prepared, store, _MOST)
 

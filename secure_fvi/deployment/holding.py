@@ -47,11 +47,11 @@ def open_store(path: Path, power_safe: bool = False) -> SqliteStore:
     return SqliteStore(path, power_safe=power_safe or not boot_id())
 
 
-def open_held(path: Path, secret: bytes, power_safe: bool = False) -> HeldStore:
-    """Such a store in the file `path`, its values sealed with the site's `secret` (32 bytes) for this file of this
-    folder: a job's, whose files other jobs' have the names of."""
+def open_held(path: Path, secret: bytes, power_safe: bool = False, job: str | None = None) -> HeldStore:
+    """Such a store in the file `path`, its values sealed with the site's `secret` (32 bytes) for this file of `job`:
+    the one of whose name its folder is, unless said; files of other jobs have the same names."""
     inner = open_store(path, power_safe)
-    return HeldStore(SealedStore(inner, secret, f"{path.parent.name}/{path.name}".encode()), inner.close)
+    return HeldStore(SealedStore(inner, secret, f"{job or path.parent.name}/{path.name}".encode()), inner.close)
 
 
 class HeldStore:

@@ -35,18 +35,19 @@ def test_a_partys_state_lies_sealed_on_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["questions.signed", "matching.evaluated", "session.sqlite"])
-def test_a_job_reads_nothing_that_was_sealed_for_another(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("below", ["", "checkpoint"])  # as at the server, whose folders of jobs all have one
+def test_a_job_reads_nothing_that_was_sealed_for_another(tmp_path: Path, name: str, below: str) -> None:
     """Files of one name lie in every job's folder: the record of what was signed, put into another job's, is no record
     of that job. The control is the file where it was."""
-    secret = os.urandom(32)
+    secret, named = os.urandom(32), {"a": "a", "b": "b"} if below else dict.fromkeys("ab")
     for job in ("a", "b"):
-        (tmp_path / job).mkdir()
-        store = open_held(tmp_path / job / name, secret)
+        (tmp_path / job / below).mkdir(parents=True)
+        store = open_held(tmp_path / job / below / name, secret, job=named[job])
         store.put({"slot": job.encode()})
         store.close()
-    for file in (tmp_path / "a").iterdir():
-        shutil.copy(file, tmp_path / "b" / file.name)
-    kept, moved = (open_held(tmp_path / job / name, secret) for job in ("a", "b"))
+    for file in (tmp_path / "a" / below).iterdir():
+        shutil.copy(file, tmp_path / "b" / below / file.name)
+    kept, moved = (open_held(tmp_path / job / below / name, secret, job=named[job]) for job in ("a", "b"))
     assert kept.get("slot") == b"a"
     with pytest.raises(InputError, match="for this place"):
         moved.get("slot")
