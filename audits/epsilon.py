@@ -7,11 +7,12 @@ where noise is missing behind the accountant's back, which must be found out; th
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
@@ -26,10 +27,12 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum
-from secure_fvi.algorithms.base import CLIP, ROUND_PHASE, Broadcast, Pending, Problem, ServerProgram, SiloProgram, Step
+from secure_fvi.algorithms.base import CLIP, Broadcast, Pending, Problem, ServerProgram, SiloProgram, Step
 from secure_fvi.algorithms.sfvi import SFVI, WarmStart
+from secure_fvi.algorithms.vertical.vertical import HIDDEN_PHASE
 from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, check_confidence, judge
-from secure_fvi.audits.worlds import Data, pooled
+from secure_fvi.audits.worlds import Data, Shared, pooled, shortened
+from secure_fvi.columns import Columns
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
@@ -37,7 +40,7 @@ from secure_fvi.guarding import Books, build_guards
 from secure_fvi.privacy.gate import Gate, RecordRelease, Release
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
-from secure_fvi.privacy.terms import Terms, claim
+from secure_fvi.privacy.terms import REPLACE, Terms, claim
 from secure_fvi.silo import Silo
 
 #: The attack's name on the command line, and its score in audit.json.
@@ -50,18 +53,32 @@ GUESSES: dict[OneRunMethod, dict[str, int]] = {
     "one run, gaussian": {"record": 500, "silo": 25},
 }
 ONE_RUN_ROUNDS, ROUNDS = 12, 3
+#: Shares of the runs after which games with one canary are looked at, and end where a claim is contradicted.
+LOOKS = (0.25, 0.5, 1.0)
+#: The noise of the fault whose chance to be found each row tells.
+FAULT = 0.5
 _KINDS: tuple[Kind, ...] = ("dirac", "real")
 _METHODS: dict[Method, str] = {"clopper-pearson": "Clopper-Pearson", "gaussian": "Gaussian DP"}
+_POWER_TRIALS = 100
 Told = Callable[[str], None]
 
 
 def work(runs: int) -> int:
-    """How often `told` will be called."""
+    """How often `told` will be called, at most."""
     return 2 + 2 * len(_KINDS) * runs
 
 
+def why_not(model: FederatedModel | Columns, algorithm: Any, silos: Sequence[Data], privacy: DP) -> str | None:
+    """Why no run under `privacy` can be audited so, None where one can."""
+    try:
+        Setting(model, algorithm, silos, _any_noise(privacy), True, 1).parties(silos)
+    except InputError as error:
+        return str(error)
+    return None
+
+
 def epsilon_rows(
-    model: FederatedModel,
+    model: FederatedModel | Columns,
     algorithm: Any,
     silos: Sequence[Data],
     privacy: DP,
@@ -72,13 +89,12 @@ def epsilon_rows(
     rounds: int = ROUNDS,
     told: Told = lambda what: None,
 ) -> list[AuditRow]:
-    """Rows of the attack for SFVI under `privacy`, noise planned for `rounds` rounds without retries.
+    """Rows of the attack under `privacy`, noise planned for `rounds` rounds without retries.
 
-    runs: of each game with one canary, half of them with it. Raises InputError for other algorithms, for fewer than 20
-    runs, and for data that are neither made nor released for an audit.
+    runs: of each game with one canary, half of them with it; fewer where a claim is contradicted before. Canaries of
+    one run are for SFVI, and the real canary for all but vertical runs. Raises InputError for what no run takes, for
+    fewer than 20 runs, and for data that are neither made nor released for an audit.
     """
-    if not isinstance(algorithm, SFVI):
-        raise InputError(f"attack '{NAME}' audits sfvi under privacy, not {algorithm.name}")
     if runs < 20:
         raise InputError(f"attack '{NAME}' needs at least 20 runs, not {runs}")
     if not simulated and not real_data:
@@ -87,8 +103,10 @@ def epsilon_rows(
             "the institutions have agreed, or audit a run on simulated data"
         )
     settings = Setting(model, algorithm, silos, replace(privacy, retries=0), simulated, rounds)
-    rows = _one_run_rows(replace(settings, rounds=max(rounds, ONE_RUN_ROUNDS)), told)
-    for kind in _KINDS:
+    rows = []
+    if settings.by_gradients:
+        rows += _one_run_rows(replace(settings, rounds=max(rounds, ONE_RUN_ROUNDS)), told)
+    for kind in _KINDS[:1] if isinstance(model, Columns) else _KINDS:
         rows += _several_runs_rows(settings, kind, runs, told)
     return rows
 
@@ -115,6 +133,7 @@ def _one_run_rows(setting: Setting, told: Told) -> list[AuditRow]:
                 game.claim,
                 (best.epsilon, caught.epsilon, nothing.epsilon),
                 missing,
+                functools.partial(game.power, each_side=sides[unit], method=method),
                 method=method,
                 assumption=best.assumption,
                 canaries=game.canaries,
@@ -127,34 +146,51 @@ def _one_run_rows(setting: Setting, told: Told) -> list[AuditRow]:
 
 
 def _several_runs_rows(setting: Setting, kind: Kind, runs: int, told: Told) -> list[AuditRow]:
+    """Looked at after a few runs and again after more, and at an end where the claim is contradicted."""
     game = InOrOut(setting, kind)
     what = f"{'Dirac' if kind == 'dirac' else 'real'} {setting.privacy.unit} in or out"
-    found = game.scores(range(runs), each=lambda: told(what))
-    control = game.scores(range(runs), 0.0, lambda: told(f"{what}, {_words(0.0)}"))
-    delta, out = setting.privacy.delta, []
-    for method, name in _METHODS.items():
-        if method == "gaussian" and setting.sampled:
-            continue
-
-        def proven(scores: Scores, confidence: float = CONFIDENCE, method: Method = method) -> Any:
-            return bound(*scores, delta, method, confidence)
-
-        best = proven(found)
-        out.append(
-            _row(
-                f"{what}, {name}",
-                setting,
-                game.claim,
-                (best.epsilon, proven(control).epsilon, proven(found.shuffled(), CONTROL_CONFIDENCE).epsilon),
-                0.0,
-                method=method,
-                assumption=best.assumption,
-                runs=runs,
-                rates=best.rates._asdict(),
-                **({} if best.mu is None else {"mu": best.mu}),
-            )
+    delta, claimed = setting.privacy.delta, float(game.claim["epsilon"])
+    methods = [m for m in _METHODS if not (m == "gaussian" and setting.sampled)]
+    found, made = Scores(np.zeros(0), np.zeros(0)), 0
+    for made, confidence in looks(runs):
+        found = found.more(game.scores(range(sum(map(len, found)), made), each=lambda: told(what)))
+        best = {method: bound(*found, delta, method, confidence) for method in methods}
+        if max(b.epsilon for b in best.values()) > claimed:
+            break
+    control = game.scores(range(made), 0.0, lambda: told(f"{what}, {_words(0.0)}"))
+    return [
+        _row(
+            f"{what}, {_METHODS[method]}",
+            setting,
+            game.claim,
+            (
+                b.epsilon,
+                bound(*control, delta, method).epsilon,
+                bound(*found.shuffled(), delta, method, CONTROL_CONFIDENCE).epsilon,
+            ),
+            0.0,
+            functools.partial(game.power, runs=runs, method=method),
+            method=method,
+            assumption=b.assumption,
+            runs=made,
+            runs_at_most=runs,
+            rates=b.rates._asdict(),
+            **({} if b.mu is None else {"mu": b.mu}),
         )
-    return out
+        for method, b in best.items()
+    ]
+
+
+def looks(runs: int) -> list[tuple[int, float]]:
+    """After how many runs a game is looked at, and with what confidence each bound: all hold together at `CONFIDENCE`.
+
+    Alpha spending (Lan and DeMets 1983): by share t of the runs alpha t^2 is spent (Kim and DeMets 1987), so that the
+    last look keeps most of it. A union bound over looks asks nothing of how their scores depend.
+    """
+    made = [max(20, round(share * runs)) for share in LOOKS]
+    spent = [0.0, *((n / made[-1]) ** 2 for n in made)]
+    told = {n: 1 - (1 - CONFIDENCE) * (b - a) for n, a, b in zip(made, spent, spent[1:], strict=False) if b > a}
+    return list(told.items())
 
 
 def _row(
@@ -163,10 +199,13 @@ def _row(
     claim: Mapping[str, Any],
     epsilons: tuple[float, float, float],
     missing: float,
+    power: Callable[[float], float],
     **detail: Any,
 ) -> AuditRow:
+    """`power`: the chance that noise times a factor is found by an audit of this size."""
     claimed = float(claim["epsilon"])
     found, caught, nothing = (Estimate(e, e, max(e, claimed)) for e in epsilons)
+    detail |= {"power": {_words(FAULT): power(FAULT)}}
     shown = {
         k: claim[k] for k in ("unit", "delta", "accountant", "noise", "mechanism", "noise_multiplier", "colluders")
     }
@@ -175,7 +214,7 @@ def _row(
         protection(setting.privacy),
         SCORE,
         found,
-        Control(caught, f"the same attack, {_words(missing)}"),
+        Control(caught, f"the same attack, {_words(missing)}", power(missing)),
         Control(nothing, "the same scores, with the coins tossed again"),
         claimed,
         claim=claimed,
@@ -347,16 +386,21 @@ def _log_ratios(fpr: FloatArray | float, fnr: FloatArray | float, delta: float) 
 # ---- Canaries in runs of ours ----
 #
 # They are put in front of the real gate, which clips, noises and charges them like anything else. A Dirac canary hands
-# the gate a vector along one coordinate, far longer than the clipping norm: the worst that a record or a silo may do.
-# Where many of them need coordinates of their own, the model gets latent variables that no data touch (`padded`). An
-# absent canary hands over nothing; an absent silo, whose place in the cohort everyone knows, zeros.
+# the gate a vector along one coordinate, far longer than the clipping norm, which changes its sign from round to round:
+# the worst that a record or a silo may do, and noise that two rounds share cancels out. Where many of them need
+# coordinates of their own, the model gets latent variables that no data touch (`padded`). An absent canary hands over
+# nothing; an absent silo, whose place in the cohort everyone knows, zeros; an absent record of which all that a silo
+# says depends, and a person whose values are replaced, the opposite vector. The claim holds whatever all others hand
+# over, and beside a Dirac canary they hand over nothing.
 
-#: Clipping norms that a Dirac canary asks for; it gets one.
+#: Clipping norms that a Dirac canary asks for; it gets one, or half of one either way.
 PUSH = 1e3
 _INERT = "audit_inert"
 _CHUNK = 512
 #: Silos' own coins follow from it, so that an adversary who knows all but the canary can be played.
 _COINS = b"audit/coins"
+#: All silos take part in all rounds, and no run ends early.
+_IN_EVERY_ROUND: dict[str, Any] = {"participation": 1.0, "warm_start": WarmStart(), "delay": 0}
 
 #: What the adversary sees of a round: the broadcast and the released total (shared + side,), in natural units.
 Watch = Callable[[Broadcast, FloatArray], None]
@@ -379,8 +423,8 @@ class Setting:
     simulated: the data are made or published, and the noise follows from the runs' numbers.
     """
 
-    model: FederatedModel
-    algorithm: SFVI
+    model: FederatedModel | Columns
+    algorithm: Any
     silos: Sequence[Data]
     privacy: DP
     simulated: bool
@@ -393,19 +437,39 @@ class Setting:
 
     @property
     def rate(self) -> float:
-        """How often a record is in a round's batch, where records are what is protected."""
-        return self.algorithm.sampling_rate if self.privacy.unit == "record" else 1.0
+        """How often a record is in a round's batch, where records are what is protected, and batches are secret."""
+        return self.algorithm.sampling_rate if self.privacy.unit == "record" and self.by_gradients else 1.0
+
+    @property
+    def by_gradients(self) -> bool:
+        """Whether a silo sums over its records what the gate clips one by one: PVI's change is of all together, and
+        vertical silos release a row a person."""
+        return isinstance(self.algorithm, SFVI)
+
+    @functools.cached_property
+    def _shortened(self) -> Any:
+        algorithm = shortened(self.algorithm, self.rounds)
+        names = {f.name for f in fields(algorithm)}
+        whole = _IN_EVERY_ROUND | ({"schedule": "synchronous"} if "delay" in names else {})
+        return replace(algorithm, **{name: value for name, value in whole.items() if name in names})
+
+    @functools.cached_property
+    def _shared(self) -> Shared:
+        """For parties of one number of silos, which all compute by one set of traces."""
+        return Shared(self._shortened, 1)
 
     @property
     def aggregation(self) -> SecureSum:
         """Whose totals the adversary sees; but with distributed noise, any sum has the same ones."""
-        return Masked(consistency_check=False) if self.privacy.noise == "distributed" else Plain()
+        return Masked(consistency_check=False, min_cohort=2) if self.privacy.noise == "distributed" else Plain()
 
     def parties(self, silos: Sequence[Data], sampling_rate: float | None = None) -> Any:
         """As `build_parties`, for the shortened run, in which every silo takes part in every round."""
-        algorithm = replace(self.algorithm, iterations=self.rounds, participation=1.0, warm_start=WarmStart())
+        algorithm: Any = self._shortened
         if sampling_rate is not None:
             algorithm = replace(algorithm, sampling_rate=sampling_rate)
+        elif not isinstance(self.model, Columns):
+            algorithm = self._shared
         with warnings.catch_warnings():  # that a site does not reach the likelihood is what it is for
             warnings.filterwarnings("ignore", f"site '{_INERT}' does not reach")
             return build_parties(
@@ -417,14 +481,17 @@ class Setting:
 def padded(setting: Setting, count: int) -> Setting:
     """The same with `count` more global latents, of which no data depend."""
     model = setting.model
+    assert isinstance(model, FederatedModel)
 
     def program(**data: Any) -> None:
         pyro.sample(_INERT, Normal(torch.zeros(count), 1.0).to_event(1))
         model.fn(**data)
 
     # The family of q(Z_G) is the server's own affair: silos send the same gradients whatever it is.
-    algorithm = replace(setting.algorithm, family="diagonal")
-    return replace(setting, model=FederatedModel(program, model.record_plate, model.silo_sites), algorithm=algorithm)
+    algorithm = setting.algorithm
+    algorithm = replace(algorithm, family="diagonal") if hasattr(algorithm, "family") else algorithm
+    wider = FederatedModel(program, model.record_plate, model.silo_sites, model.encoder)
+    return replace(setting, model=wider, algorithm=algorithm)
 
 
 def colluding(setting: Setting, target: int) -> tuple[str, ...]:
@@ -437,43 +504,40 @@ def colluding(setting: Setting, target: int) -> tuple[str, ...]:
 class Rig:
     """Parties that are built once and start afresh for each run, with noise of its own."""
 
-    def __init__(self, setting: Setting, silos: Sequence[Data], shadow: Shadow, colluders: Sequence[str] = ()) -> None:
-        """`colluders` leave out their noise. `shadow`: of the same setting; its traces serve here, too."""
+    def __init__(self, setting: Setting, silos: Sequence[Data], colluders: Sequence[str] = ()) -> None:
+        """`colluders` leave out their noise."""
         self._colluders = frozenset(colluders)
         self.server, self.engine, _ = setting.parties(silos)
-        self._simulated, self._program = setting.simulated, self.server.program
-        self.terms: Terms = self._program.terms[ROUND_PHASE]
-        self._silo_program = shadow.program
+        self._setting, self._program = setting, self.server.program
+        self._programs = {name: silo.program for name, silo in self.engine.silos.items()}
+        self.phase: str = next(iter(self._program.terms))
+        self.terms: Terms = self._program.terms[self.phase]
 
     def run(
-        self,
-        key: str,
-        watch: Watch,
-        *,
-        noise: float = 1.0,
-        gates: Mapping[str, Callable[[Gate], Any]] | None = None,
-        programs: Mapping[str, Callable[[SiloProgram], Any]] | None = None,
+        self, key: str, watch: Watch, noise: float = 1.0, programs: Mapping[str, Callable[[SiloProgram], Any]] = {}
     ) -> None:
-        """A whole run. `noise`: a factor on the noise behind the claim's back, for controls. `gates` and `programs`
-        stand in front of the real ones of the silos that they name; what passes them meets the real gate."""
-        server, silos = self.server, self.engine.silos
-        source = NoiseSource(key.encode() if self._simulated else None)
-        terms, silent = (
-            {ROUND_PHASE: replace(self.terms, noise_multiplier=factor * self.terms.noise_multiplier)}
-            for factor in (noise, 0.0)
-        )
+        """A whole run. `noise`: a factor on the noise behind the claim's back, for controls. `programs` stand in front
+        of the real ones of the silos that they name; what passes them meets the real gate."""
+        server, silos, of = self.server, self.engine.silos, self._program
+        source = NoiseSource(key.encode() if self._setting.simulated else None)
+
+        def with_noise(terms: Mapping[str, Terms], factor: float) -> dict[str, Terms]:
+            return {p: replace(t, noise_multiplier=factor * t.noise_multiplier) for p, t in terms.items()}
+
+        terms = with_noise(of.terms, noise)
         honest, quiet = (
-            build_guards(list(silos), self._program.tables, t, "audit", Books(), source).gates for t in (terms, silent)
+            build_guards(list(silos), of.tables, t, "audit", Books(), source).gates
+            for t in (terms, with_noise(of.terms, 0.0))
         )
-        server.program, server._noise = _Watched(self._program, terms, watch), source
+        idle = len(programs) == len(silos)  # no canary listens to what the server makes of a total
+        server.program, server._noise = _Watched(of, terms, watch, idle), source
         clip = self.terms.settings.clipping_norm
-        server.state = server.state._replace(algorithm=self._program.init(), accepted={}, records=None, clip=clip)
+        server.state = server.state._replace(algorithm=of.init(), accepted={}, answered={}, records=None, clip=clip)
         for name, silo in silos.items():
-            gate = (quiet if name in self._colluders else honest)[name]
-            start(silo, (gates or {}).get(name, lambda gate: gate)(gate), self._silo_program)
-            silo.program = (programs or {}).get(name, lambda program: program)(self._silo_program)
-        while not self.engine.run(server.round()).finished:
-            pass
+            start(silo, (quiet if name in self._colluders else honest)[name], self._programs[name])
+            silo.program = programs.get(name, lambda program: program)(silo.program)
+        for _ in range(self._setting.rounds):  # also where q has come to rest
+            self.engine.run(server.round())
 
     @functools.cached_property
     def claim(self) -> dict[str, Any]:
@@ -489,7 +553,7 @@ class Rig:
         return terms.noise_multiplier * math.sqrt(shares)
 
 
-def start(silo: Silo, gate: Gate, program: SiloProgram) -> None:
+def start(silo: Silo, gate: Any, program: SiloProgram) -> None:
     """Put the silo where it was before the first round."""
     silo.program, silo.gate = program, gate
     silo.begin()
@@ -500,63 +564,74 @@ def clip_of(message: Broadcast, terms: Terms) -> float:
 
 
 class _Watched:
-    """A server's program that shows the adversary what it is given; `terms` may differ from those that were agreed."""
+    """A server's program that shows the adversary what it is given; `terms` may differ from those that were agreed.
+    idle: it counts rounds and makes nothing of what it is given."""
 
-    def __init__(self, inner: ServerProgram, terms: Mapping[str, Terms], watch: Watch) -> None:
-        self._inner, self.terms, self._watch = inner, terms, watch
+    def __init__(self, inner: ServerProgram, terms: Mapping[str, Terms], watch: Watch, idle: bool) -> None:
+        self._inner, self.terms, self._watch, self._idle, self._done = inner, terms, watch, idle, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        said = self._inner.broadcast(state, index, accepted)
+        return said._replace(round=self._done) if self._idle else said
+
     def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
         self._watch(message, total)
+        self._done += 1
+        if self._idle:
+            return state, Step(math.nan, 0.0, None, message.phase, False)
         return self._inner.update(state, message, total, scale)
 
 
-class RecordCanaries:
-    """A gate whose silo has Dirac canaries among its records, each in a round's batch with probability `rate`."""
+class Canaries:
+    """The program of a silo that hands over Dirac vectors instead of what it was to compute, or nothing of them."""
 
-    def __init__(self, gate: Gate, coordinates: npt.NDArray[np.int64], rate: float, rng: np.random.Generator) -> None:
-        self._gate, self._coordinates, self._rate, self._rng = gate, coordinates, rate, rng
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gate, name)
-
-    def release_records(
-        self, chunks: Iterable[tuple[Tensor, Tensor]], data_free: Tensor | None, public: Sequence[float]
-    ) -> RecordRelease:
-        joined = self._coordinates[self._rng.random(len(self._coordinates)) < self._rate]
-
-        def everybody() -> Iterator[tuple[Tensor, Tensor]]:
-            yield from chunks
-            for at in range(0, len(joined), _CHUNK):
-                yield self._rows(joined[at : at + _CHUNK])
-
-        return self._gate.release_records(everybody(), data_free, public)
-
-    def _rows(self, coordinates: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        terms = self._gate.terms
-        assert terms is not None
-        rows = torch.zeros(len(coordinates), terms.extent.shared + terms.extent.hidden, dtype=torch.float64)
-        rows[torch.arange(len(rows)), torch.from_numpy(coordinates)] = PUSH * terms.settings.clipping_norm
-        return rows, torch.zeros(len(rows), dtype=torch.float64)
-
-
-class SiloCanary:
-    """The program of a silo that hands over a Dirac vector instead of what it was to compute, or zeros."""
-
-    def __init__(self, inner: SiloProgram, coordinate: int | None) -> None:
-        self._inner, self._coordinate = inner, coordinate
+    def __init__(
+        self, inner: SiloProgram, inside: npt.NDArray[np.int64] | None, batch: tuple[float, Any] | None = None
+    ) -> None:
+        """inside: coordinates of the canaries that are there; None for a silo that has none, in or out. batch: they are
+        records that are clipped one by one, each in a round's batch with this probability, by this generator."""
+        self._inner, self._inside, self._batch = inner, inside, batch
+        #: Sums of the last round that the silo kept, noised, clipping norms as units.
+        self.kept: FloatArray = np.zeros(0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def contribute(self, message: Broadcast, local: Any, view: Any, gate: Gate) -> tuple[Release, Any]:
-        assert gate.terms is not None
-        values = np.zeros(gate.terms.extent.shared)
-        if self._coordinate is not None:
-            values[self._coordinate] = PUSH * clip_of(message, gate.terms)
-        return gate.release(values), local
+        terms = gate.terms
+        assert terms is not None
+        push, there = PUSH * sign(message) * clip_of(message, terms), self._inside
+        if self._batch is not None and there is not None:
+            rate, rng = self._batch
+            joined = there[rng.random(len(there)) < rate]
+            chunks = (self._rows(joined[at : at + _CHUNK], push, terms) for at in range(0, len(joined), _CHUNK))
+            public = [0.0] * (gate.table.size - terms.extent.shared - terms.extent.side)
+            return gate.release_records(chunks, None, public).release, local
+        values = np.zeros(terms.extent.shared)
+        if terms.settings.unit == "silo":
+            values[[] if there is None else there] = push
+            return gate.release(values), local
+        if there is not None:
+            values[0] = push if len(there) else -push
+        if terms.adjacency != REPLACE:
+            return gate.release_change(torch.from_numpy(values)), local
+        rows = torch.from_numpy(values).reshape(view.size, -1)
+        self.kept = gate.hidden_sum(HIDDEN_PHASE, rows[:, :1]).numpy() / clip_of(message, terms)
+        return gate.release_rows(rows), local
+
+    @staticmethod
+    def _rows(coordinates: npt.NDArray[np.int64], push: float, terms: Terms) -> tuple[Tensor, Tensor]:
+        rows = torch.zeros(len(coordinates), terms.extent.shared + terms.extent.hidden, dtype=torch.float64)
+        rows[torch.arange(len(rows)), torch.from_numpy(coordinates)] = push
+        return rows, torch.zeros(len(rows), dtype=torch.float64)
+
+
+def sign(message: Broadcast) -> int:
+    """Of Dirac canaries in a round."""
+    return 1 - 2 * (message.round % 2)
 
 
 class Shadow:
@@ -566,55 +641,68 @@ class Shadow:
         """`only`: which of the silos. always: every record is in every batch."""
         _, engine, _ = setting.parties(silos, 1.0 if always else None)
         self._silos = [engine.silos[f"silo-{j + 1}"] for j in only]
-        self.program = self._silos[0].program  # one for all silos; it holds no data
-        self.terms = replace(self.program.terms[ROUND_PHASE], noise_multiplier=0.0)
-        terms = {ROUND_PHASE: self.terms}
-        self._gates = [Gate(s.name, s.program.tables, terms, _free) for s in self._silos]
+        program = self._silos[0].program
+        terms = {phase: replace(t, noise_multiplier=0.0) for phase, t in program.terms.items()}
+        self.terms = next(iter(terms.values()))
+        self._gates = [_Said(Gate(s.name, s.program.tables, terms, _free)) for s in self._silos]
 
     def start(self) -> None:
         for silo, gate in zip(self._silos, self._gates, strict=True):
-            start(silo, gate, self.program)
+            start(silo, gate, silo.program)
 
-    def total(self, message: Broadcast) -> FloatArray:
-        """(shared,) the clipped sum that answers the broadcast, in natural units."""
-        out = np.zeros(self.terms.extent.shared)
+    def total(self, message: Broadcast, said: FloatArray | None = None) -> FloatArray:
+        """(shared,) the clipped sum that answers the broadcast, in natural units.
+
+        said: of one silo, what it is known to have answered with noise, which its state may follow."""
+        out, step = np.zeros(self.terms.extent.shared), self.terms.step(clip_of(message, self.terms))
         for silo in self._silos:
             silo.settle(message.accepted)
             turn = silo.past.turn + 1  # the real silo answers every question, as this one does
-            silo.gate.begin(message.sum_index, message.phase, self.terms.cohort, message.scalars.get(CLIP), turn)
+            gate: Any = silo.gate
+            gate.begin(message.sum_index, message.phase, self.terms.cohort, message.scalars.get(CLIP), turn)
+            gate.said = None if said is None else said / step
             view = silo.view._replace(turn=turn)
-            release, local = silo.program.contribute(message, silo.local, view, silo.gate)
+            _, local = silo.program.contribute(message, silo.local, view, gate)
             silo.pending, silo.past = Pending(message.sum_index, local), silo.past._replace(turn=turn)
-            out += release.values[: len(out)] * self.terms.step(clip_of(message, self.terms))
+            out += gate.found[: len(out)] * step
         return out
 
     def record_norms(self, message: Broadcast) -> FloatArray:
         """Norms of the records' gradients before clipping, by silo and place."""
         self.start()
-        gates = [_Measured(gate) for gate in self._gates]
-        for silo, gate in zip(self._silos, gates, strict=True):
-            silo.gate = gate
         self.total(message)
-        return np.concatenate([gate.norms[: silo.size] for gate, silo in zip(gates, self._silos, strict=True)])
+        return np.concatenate([g.norms[: silo.size] for g, silo in zip(self._gates, self._silos, strict=True)])
 
 
-class _Measured:
-    """A gate that notes the norms of the records' gradients."""
-
-    norms: FloatArray
+class _Said:
+    """A gate that notes what it would let out, and lets out what was said instead."""
 
     def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+        self._gate, self.said = gate, None
+        self.found, self.norms = np.zeros(0), np.zeros(0)  # and norms of the records' gradients
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gate, name)
+
+    def release(self, values: FloatArray) -> Release:
+        return self._noted(self._gate.release(values))
+
+    def release_change(self, change: Tensor) -> Release:
+        return self._noted(self._gate.release_change(change))
 
     def release_records(
         self, chunks: Iterable[tuple[Tensor, Tensor]], data_free: Tensor | None, public: Sequence[float]
     ) -> RecordRelease:
         kept = list(chunks)
         self.norms = torch.cat([rows.norm(dim=1) for rows, _ in kept]).numpy()
-        return self._gate.release_records(kept, data_free, public)
+        found = self._gate.release_records(kept, data_free, public)
+        return found._replace(release=self._noted(found.release))
+
+    def _noted(self, release: Release) -> Release:
+        self.found = release.values
+        if self.said is None:
+            return release
+        return release._replace(values=np.concatenate([self.said, release.values[len(self.said) :]]))
 
 
 def _free(phase: str, index: int) -> None:
@@ -637,6 +725,10 @@ class Scores(NamedTuple):
 
     outside: FloatArray  # (T0,)
     inside: FloatArray  # (T1,)
+
+    def more(self, others: Scores) -> Scores:
+        """Those of later runs after these."""
+        return Scores(*map(np.concatenate, zip(self, others, strict=True)))
 
     def shuffled(self) -> Scores:
         """The same runs in two halves made at random: nothing can be found. For negative controls."""
@@ -666,12 +758,10 @@ class OneRunGame:
         self._real = len(setting.silos)
         extra = canaries if setting.privacy.unit == "silo" else 0
         silos = [*setting.silos, *([first_record(setting.silos[0])] * extra)]
-        wider = padded(setting, canaries)
         colluders = colluding(setting, 0)
         # Canary records sit in the silos that make noise.
-        self._homes = [j for j in range(self._real) if f"silo-{j + 1}" not in colluders]
-        self._rest = Shadow(wider, silos, only=range(self._real))
-        self._rig = Rig(wider, silos, self._rest, colluders)
+        self._homes = [f"silo-{j + 1}" for j in range(self._real) if f"silo-{j + 1}" not in colluders]
+        self._rig = Rig(padded(setting, canaries), silos, colluders)
 
     @property
     def claim(self) -> dict[str, Any]:
@@ -683,59 +773,69 @@ class OneRunGame:
         rng = np.random.default_rng([seed, 5])
         inside = rng.random(self.canaries) < 0.5
         coordinates = inert_coordinates(self._rig.server.problem)
-        scores = np.zeros(self.canaries)
+        scores, nobody, rate = np.zeros(self.canaries), coordinates[:0], self.setting.rate
+        names, by_silo = list(self._rig.engine.silos), self.setting.privacy.unit == "silo"
 
         def watch(message: Broadcast, total: FloatArray) -> None:
-            scores[:] += (total[: self._rig.terms.extent.shared] - self._rest.total(message))[coordinates]
+            scores[:] += sign(message) * total[coordinates]
 
-        self._rest.start()
-        names = [f"silo-{j + 1}" for j in range(self._real + self.canaries)]
-        if self.setting.privacy.unit == "silo":
-            programs = {
-                names[self._real + k]: _as_canary(int(coordinates[k]) if inside[k] else None)
-                for k in range(self.canaries)
-            }
-            self._rig.run(f"one run {seed}", watch, noise=noise, programs=programs)
+        if by_silo:
+            there = {f"silo-{self._real + k + 1}": coordinates[k : k + 1] for k in np.flatnonzero(inside)}
         else:
-            rate = self.setting.rate
-            owner = np.resize(self._homes, self.canaries)
-            gates = {names[j]: _with_canaries(coordinates[inside & (owner == j)], rate, rng) for j in self._homes}
-            self._rig.run(f"one run {seed}", watch, noise=noise, gates=gates)
+            owner = np.resize(np.arange(len(self._homes)), self.canaries)
+            there = {name: coordinates[inside & (owner == j)] for j, name in enumerate(self._homes)}
+        batch = None if by_silo else (rate, rng)
+        programs = {n: functools.partial(Canaries, inside=there.get(n, nobody), batch=batch) for n in names}
+        self._rig.run(f"one run {seed}", watch, noise, programs)
         return Played(scores, inside)
+
+    def power(self, factor: float, each_side: int, method: OneRunMethod) -> float:
+        """The chance that a run of this size, its noise times `factor`, contradicts its claim: by made scores."""
+        rng, rig, rounds = np.random.default_rng(8), self._rig, self.setting.rounds
+        claimed, counts = self.claim["epsilon"], (self.canaries, 2 * each_side)
+        sd = factor * math.sqrt(rounds) * rig.noise_sd
+
+        def beyond(right: int) -> bool:
+            return lower_bound(*counts, right, self.setting.privacy.delta, method=method).epsilon > claimed
+
+        least = bisect.bisect_left(range(2 * each_side + 1), True, key=beyond)
+        found = 0
+        for _ in range(_POWER_TRIALS):
+            inside = rng.random(self.canaries) < 0.5
+            scores = rng.binomial(rounds, self.setting.rate * inside) + sd * rng.standard_normal(self.canaries)
+            found += right_guesses(scores, inside, each_side) >= least
+        return found / _POWER_TRIALS
 
 
 class InOrOut:
     """One canary that is in every other run.
 
-    kind "dirac": a vector along the first coordinate, as one more record of the first silo or one more silo. kind
-    "real": a record in or out of its silo's data, by default the one whose gradient is longest at the start; or a
-    silo's own contribution in or out of the sum.
+    kind "dirac": of the first silo, a record's vector along the first coordinate or a silo's along all. kind "real": a
+    record in or out of its silo's data, by default the one whose gradient is longest at the start; or a silo's own
+    contribution in or out of the sum.
     """
 
     def __init__(self, setting: Setting, kind: Kind, silo: int = 0, record: int | None = None) -> None:
         self.setting, self.kind, self._by_silo = setting, kind, setting.privacy.unit == "silo"
         self._rate = setting.rate
-        outside = inside = list(setting.silos)
-        everyone = range(len(outside))
-        others: Sequence[int] = everyone
-        if self._by_silo and kind == "dirac":
-            silo = len(outside)
-            outside = inside = [*outside, first_record(outside[0])]
-        elif self._by_silo:
-            others = [j for j in everyone if j != silo]
-            self._own = Shadow(setting, outside, only=[silo])
-        elif kind == "real":
-            if record is None:
-                silo, record = _longest(setting)
-            with_it, without = _moved_last(outside[silo], record)
-            inside, outside = ([w if j == silo else d for j, d in enumerate(setting.silos)] for w in (with_it, without))
-            # What the canary does, wherever it is: alone in its silo, in every batch.
-            alone = {name: values[-1:] for name, values in with_it.items()}
-            self._own = Shadow(_any_noise(setting), [alone] * len(outside), only=[silo], always=True)
-        self._rest = Shadow(setting, outside, only=others)
+        worlds = [list(setting.silos)] * 2
+        if kind == "real":
+            if not self._by_silo:
+                if record is None:
+                    silo, record = _longest(setting)
+                pair = _moved_last(setting.silos[silo], record)
+                worlds = [[d if j == silo else kept for j, kept in enumerate(setting.silos)] for d in pair[::-1]]
+            self._others = Shadow(setting, worlds[0], only=[j for j in range(len(worlds[0])) if j != silo])
+            self._shadows = [Shadow(setting, world, only=[silo]) for world in worlds]
+            if not self._by_silo and setting.by_gradients:  # what it does whatever the batch, alone in its silo
+                alone = {name: values[-1:] for name, values in worlds[1][silo].items()}
+                alone_there = [alone] * len(setting.silos)
+                free = replace(setting, privacy=_any_noise(setting.privacy))
+                self._shadows[1] = Shadow(free, alone_there, only=[silo], always=True)
         colluders = colluding(setting, silo)
-        without_it = Rig(setting, outside, self._rest, colluders)
-        self._worlds = (without_it, without_it if inside is outside else Rig(setting, inside, self._rest, colluders))
+        without = Rig(setting, worlds[0], colluders)
+        same = kind == "dirac" or self._by_silo
+        self._worlds = (without, without if same else Rig(setting, worlds[1], colluders))
         self._silo = f"silo-{silo + 1}"
 
     @property
@@ -752,37 +852,79 @@ class InOrOut:
         return Scores(np.array(found[0]), np.array(found[1]))
 
     def _score(self, seed: int, inside: bool, noise: float) -> float:
-        rig, score = self._worlds[inside], 0.0
+        rig, score, squares = self._worlds[inside], 0.0, list[float]()
+        programs: dict[str, Callable[[SiloProgram], Any]] = {}
         if self.kind == "real":
-            self._own.start()
-        self._rest.start()
+            for shadow in (self._others, *self._shadows):
+                shadow.start()
+            if self._by_silo and not inside:
+                programs = {self._silo: lambda program: Canaries(program, None)}
+        else:
+            batch, nobody = (self._rate, np.random.default_rng([seed, 6])), np.zeros(0, dtype=np.int64)
+            by_sum = not self._by_silo and self.setting.by_gradients
+            there = dict.fromkeys(rig.engine.silos, nobody if by_sum else None)
+            there[self._silo] = np.arange(rig.terms.extent.shared if self._by_silo else 1)[: None if inside else 0]
+            programs = {
+                name: functools.partial(Canaries, inside=at, batch=batch if by_sum else None)
+                for name, at in there.items()
+            }
 
         def watch(message: Broadcast, total: FloatArray) -> None:
             nonlocal score
-            clip, shared = clip_of(message, rig.terms), rig.terms.extent.shared
-            if self.kind == "real":
-                own = self._own.total(message)
-            else:
-                own = np.zeros(shared)
-                own[0] = rig.terms.norms(clip)[0]
-            left = total[:shared] - self._rest.total(message)
-            score += evidence(float(left @ own), float(own @ own), rig.noise_sd * clip, self._rate)
+            sd = rig.noise_sd * clip_of(message, rig.terms)
+            left, own = (self._unexplained if self.kind == "real" else self._along)(rig, message, total)
+            score += float(evidence(left @ own, own @ own, sd, self._rate))
+            squares.append(float(own @ own) / sd**2)
+            kept = getattr(rig.engine.silos[self._silo].program, "kept", left[:0])
+            if len(kept):  # charged as if everyone saw it
+                moved = sign(message)
+                score += float(evidence(moved * (kept[0] + moved / 2), 1.0, rig.terms.noise_multiplier, 1.0))
+                squares.append(rig.terms.noise_multiplier**-2)
 
-        gates, programs = {}, {}
-        if self._by_silo and (self.kind == "dirac" or not inside):
-            programs = {self._silo: _as_canary(0 if inside else None)}
-        elif self.kind == "dirac" and inside:
-            coins = np.random.default_rng([seed, 6])
-            gates = {self._silo: _with_canaries(np.zeros(1, dtype=np.int64), self._rate, coins)}
-        rig.run(f"{self.kind} {seed} {noise}", watch, noise=noise, gates=gates, programs=programs)
+        rig.run(f"{self.kind} {seed} {noise}", watch, noise, programs)
+        if inside:
+            self._squares = squares
         return score
 
+    def power(self, factor: float, runs: int, method: Method) -> float:
+        """The chance that a game of so many runs, its noise times `factor`, contradicts its claim at the last look: by
+        made scores, of a canary as long as in the last run that had it."""
+        rng, claimed, found = np.random.default_rng(8), self.claim["epsilon"], 0
+        squares, inside = np.array(self._squares), np.arange(runs) % 2 == 1
+        for _ in range(_POWER_TRIALS):
+            joined = (rng.random((runs, len(squares))) < self._rate) & inside[:, None]
+            inner = squares * joined + factor * np.sqrt(squares) * rng.standard_normal(joined.shape)
+            scores = evidence(inner, squares, 1.0, self._rate).sum(1)
+            made = bound(scores[~inside], scores[inside], self.setting.privacy.delta, method, looks(runs)[-1][1])
+            found += made.epsilon > claimed
+        return found / _POWER_TRIALS
 
-def evidence(inner: float, square: float, sd: float, rate: float) -> float:
-    """The log-likelihood ratio of one total for a canary of squared norm `square` that is in it with probability
-    `rate`; `inner` is its product with what is left of the total."""
+    def _along(self, rig: Rig, message: Broadcast, total: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """What is left of a total without the canary, and what the canary adds to it, both (n,): along all coordinates
+        where it is all that a silo says, for each may be bounded alone; else along the first."""
+        n = rig.terms.extent.shared if self._by_silo else 1
+        own = np.full(n, sign(message) * rig.terms.norms(clip_of(message, rig.terms))[0] / math.sqrt(n))
+        either_way = not (self._by_silo or self.setting.by_gradients)
+        return total[:n] + own / 2 if either_way else total[:n], own
+
+    def _unexplained(self, rig: Rig, message: Broadcast, total: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """What is left of a total without the canary, as the adversary works it out, and what that adds: (shared,)."""
+        left = total[: rig.terms.extent.shared] - self._others.total(message)
+        # Of noise at the server a silo's state knows nothing.
+        said = None if rig.terms.settings.noise == "server" else left
+        without, with_it = self._shadows
+        if self._by_silo:
+            return left, with_it.total(message, said)
+        before = without.total(message, said)
+        own = with_it.total(message) if self.setting.by_gradients else with_it.total(message, said) - before
+        return left - before, own
+
+
+def evidence(inner: FloatArray, square: FloatArray | float, sd: float, rate: float) -> FloatArray:
+    """The log-likelihood ratio of totals for a canary of squared norm `square` that is in them with probability `rate`;
+    `inner` is its product with what is left of a total."""
     ratio = (inner - square / 2) / sd**2
-    return ratio if rate == 1 else float(np.logaddexp(math.log1p(-rate), math.log(rate) + ratio))
+    return ratio if rate == 1 else np.logaddexp(math.log1p(-rate), math.log(rate) + ratio)
 
 
 def first_record(silo: Data) -> Data:
@@ -790,17 +932,9 @@ def first_record(silo: Data) -> Data:
     return {name: values[:1].expand(2, *values.shape[1:]).clone() for name, values in silo.items()}
 
 
-def _as_canary(coordinate: int | None) -> Callable[[Any], Any]:
-    return lambda program: SiloCanary(program, coordinate)
-
-
-def _with_canaries(coordinates: Any, rate: float, rng: np.random.Generator) -> Callable[[Any], Any]:
-    return lambda gate: RecordCanaries(gate, coordinates, rate, rng)
-
-
-def _any_noise(setting: Setting) -> Setting:
-    """For a shadow that differs from the run in its sampling: it adds no noise, so that none need be planned."""
-    return replace(setting, privacy=replace(setting.privacy, epsilon=None, noise_multiplier=1.0))
+def _any_noise(privacy: DP) -> DP:
+    """For what adds no noise, so that none need be planned."""
+    return replace(privacy, epsilon=None, noise_multiplier=1.0)
 
 
 def _moved_last(data: Data, record: int) -> tuple[Data, Data]:
@@ -815,7 +949,9 @@ def _moved_last(data: Data, record: int) -> tuple[Data, Data]:
 def _longest(setting: Setting) -> tuple[int, int]:
     """Silo and place of the record with the longest gradient at the first broadcast."""
     pooled(setting.silos)  # refuses arguments that have no row a record
-    shadow = Shadow(_any_noise(setting), setting.silos, only=range(len(setting.silos)), always=True)
+    algorithm = setting.algorithm if setting.by_gradients else SFVI()
+    setting = replace(setting, algorithm=algorithm, privacy=_any_noise(setting.privacy))
+    shadow = Shadow(setting, setting.silos, only=range(len(setting.silos)), always=True)
     norms = shadow.record_norms(_first_broadcast(setting))
     at, sizes = int(norms.argmax()), [len(next(iter(s.values()))) for s in setting.silos]
     for silo, size in enumerate(sizes):
@@ -936,6 +1072,10 @@ def guess(
     method: OneRunMethod = "one run",
 ) -> OneRun:
     """Call the `each_side` highest scores in and the lowest out; `each_side` is fixed before scores are seen."""
+    return lower_bound(len(scores), 2 * each_side, right_guesses(scores, inside, each_side), delta, method=method)
+
+
+def right_guesses(scores: FloatArray, inside: npt.NDArray[np.bool_], each_side: int) -> int:
+    """How many of the `each_side` highest scores are in, and of the lowest out."""
     order = np.argsort(scores, kind="stable")
-    correct = int(inside[order[-each_side:]].sum() + (~inside[order[:each_side]]).sum())
-    return lower_bound(len(scores), 2 * each_side, correct, delta, method=method)
+    return int(inside[order[-each_side:]].sum() + (~inside[order[:each_side]]).sum())

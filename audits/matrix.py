@@ -26,12 +26,12 @@ from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.gradient_inversion import MATCHED_BATCHES, inversion_rows
 from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, property_rows, runs_with_many
 from secure_fvi.audits.replay import replay_rows
-from secure_fvi.audits.vertical import World, column_rows, label_rows, record
+from secure_fvi.audits.vertical import World, column_rows, columns_of, label_rows, record
 from secure_fvi.audits.worlds import PLAIN, Data, Protection, Workbench
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.models.vertical_programs import VerticalDataset
-from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import Federation, VerticalFederation, federate
@@ -54,7 +54,7 @@ class Scale:
 
     rounds: of each world. worlds: for the regressions, at the configuration's own sizes. individuals: silos of one
     record in each of two worlds. trials: runs of the game, half of which are guessed at. canary_runs: of each game with
-    one canary, for the empirical epsilon.
+    one canary, for the empirical epsilon, at most; canary_rounds: of each of these.
     """
 
     rounds: int = 12
@@ -62,6 +62,7 @@ class Scale:
     individuals: int = 50
     trials: int = 100
     canary_runs: int = 200
+    canary_rounds: int = epsilon.ROUNDS
 
 
 class Subject:
@@ -78,9 +79,11 @@ class Subject:
         scale: Scale | None = None,
         argument: str | None = None,
         attribute: Attribute | None = None,
+        unit: str | None = None,
         told: Told = lambda what: None,
     ) -> None:
-        """`argument`: of the model, whose mean over a silo is a property to infer. `attribute`: of a record."""
+        """`argument`: of the model, whose mean over a silo is a property to infer. `attribute`: of a record. `unit`:
+        that canaries are of, "record" or "silo"."""
         self.model, self.algorithm, self.silos, self.told = model, algorithm, list(silos), told
         self.scale = scale or Scale()
         self.simulated, self.real_data = simulated, real_data
@@ -89,7 +92,7 @@ class Subject:
             real_data=real_data,
         )  # fmt: skip
         self.studies = LatentStudies(self.bench, self.scale.individuals, self.scale.trials, told)
-        self._argument, self._attribute = argument, attribute
+        self._argument, self._attribute, self.unit = argument, attribute, unit
 
     @cached_property
     def attribute(self) -> Attribute | None:
@@ -140,16 +143,29 @@ class Subject:
         """The attacks of `--all`."""
         return [name for name, entry in ATTACKS.items() if entry.in_all and entry.why_not(self) is None]
 
-    def rows(self, attack: str, protections: Sequence[Protection]) -> list[AuditRow]:
-        return ATTACKS[attack].rows(self, self.supported(protections))
+    @cached_property
+    def dp(self) -> DP | str:
+        """Privacy that canaries attack, of the unit that was asked for, or of what a run takes: of records, or of
+        silos; why there is none, in words."""
+        kinds: dict[str, DP] = {"record": RecordDP(noise_multiplier=1.0), "silo": SiloDP(noise_multiplier=1.0)}
+        reasons = []
+        for unit in [self.unit] if self.unit else list(kinds):
+            reasons.append(epsilon.why_not(self.model, self.algorithm, self.silos, kinds[unit]))
+            if reasons[-1] is None:
+                return kinds[unit]
+        return str(reasons[-1])
 
-    def supported(self, protections: Sequence[Protection]) -> list[Protection]:
-        """Few-round algorithms take no record privacy here."""
-        return [p for p in protections if p.privacy is None or isinstance(self.algorithm, SFVI)]
+    def rows(self, attack: str, protections: Sequence[Protection]) -> list[AuditRow]:
+        return ATTACKS[attack].rows(self, self.supported(attack, protections))
+
+    def supported(self, attack: str, protections: Sequence[Protection]) -> list[Protection]:
+        """Few-round algorithms take no record privacy here, but where the attack is on a claim of epsilon."""
+        every = attack == epsilon.NAME or isinstance(self.algorithm, SFVI)
+        return [p for p in protections if p.privacy is None or every]
 
     def work(self, attacks: Sequence[str], protections: Sequence[Protection]) -> int:
         """About how often `told` will be called."""
-        return sum(ATTACKS[name].work(self, self.supported(protections)) for name in attacks)
+        return sum(ATTACKS[name].work(self, self.supported(name, protections)) for name in attacks)
 
 
 class Entry(NamedTuple):
@@ -200,8 +216,8 @@ def _with_attribute(subject: Subject) -> str | None:
     return None if subject.attribute is not None else "no argument is a yes or no of each record; name an --attribute"
 
 
-def _for_sfvi(subject: Subject) -> str | None:
-    return None if isinstance(subject.algorithm, SFVI) else "it audits sfvi under record privacy"
+def _private(subject: Subject) -> str | None:
+    return subject.dp if isinstance(subject.dp, str) else None
 
 
 # ---- attacks, one protection after the other ----
@@ -240,13 +256,17 @@ def _claims(found: Sequence[Protection]) -> list[Protection]:
 
 
 def _epsilons(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
-    rows = []
+    rows: list[AuditRow] = []
     for protection in _claims(found):
-        if protection.privacy is not None:
-            rows += epsilon.epsilon_rows(
-                subject.model, subject.algorithm, subject.silos, protection.privacy, simulated=subject.simulated,
-                real_data=subject.real_data, runs=subject.scale.canary_runs, told=subject.told,
-            )  # fmt: skip
+        asked, unit = protection.privacy, subject.dp
+        assert asked is not None
+        assert not isinstance(unit, str)
+        privacy = replace(unit, epsilon=asked.epsilon, noise_multiplier=None, delta=asked.delta)
+        rows += epsilon.epsilon_rows(
+            subject.model, subject.algorithm, subject.silos, privacy, simulated=subject.simulated,
+            real_data=subject.real_data, runs=subject.scale.canary_runs, rounds=subject.scale.canary_rounds,
+            told=subject.told,
+        )  # fmt: skip
     return rows
 
 
@@ -324,7 +344,7 @@ ATTACKS: dict[str, Entry] = {
     "epsilon": Entry(
         "what canaries prove about epsilon, beside the claim",
         _epsilons, lambda s, found: epsilon.work(s.scale.canary_runs) * len(_claims(found)),
-        _for_sfvi,
+        _private,
     ),
     "protocol": Entry(
         "probes of the secure sum itself: seeds, uniformity, replay, both secrets, keys",
@@ -342,6 +362,7 @@ ROUNDS = 60
 VERTICAL_ATTACKS = {
     "labels": "labels of people off the broadcast gradients, by sign, size and direction",
     "columns": "a silo's predictor off its own messages and off the totals",
+    "epsilon": "what a canary proves about epsilon, beside the claim",
 }
 
 
@@ -355,6 +376,7 @@ class VerticalSubject:
     rounds: int
     simulated: bool
     real_data: bool
+    canaries: Scale
     told: Callable[[str], None] = lambda what: None
 
     def __post_init__(self) -> None:
@@ -373,6 +395,8 @@ class VerticalSubject:
         return f"one run of {self.rounds} rounds under each protection"
 
     def rows(self, attack: str, protections: Sequence[Protection]) -> list[AuditRow]:
+        if attack == epsilon.NAME:
+            return [row for p in _claims(protections) for row in self._epsilons(p)]
         rows: list[AuditRow] = []
         for protection in protections:
             found, control = self._world(protection), self._world(PLAIN)
@@ -380,12 +404,24 @@ class VerticalSubject:
                 rows += column_rows(protection.name, found, control)
                 continue
             privacy = protection.privacy
-            epsilon, delta = (None, 0.0) if privacy is None else (privacy.epsilon, privacy.delta)
-            rows += label_rows(protection.name, found, control, epsilon, delta)
+            of = (None, 0.0) if privacy is None else (privacy.epsilon, privacy.delta)
+            rows += label_rows(protection.name, found, control, *of)
         return rows
+
+    def _epsilons(self, protection: Protection) -> list[AuditRow]:
+        assert protection.privacy is not None
+        model, silos = columns_of(self.data, self.likelihood)
+        return epsilon.epsilon_rows(
+            model, self.algorithm, silos, protection.privacy, simulated=self.simulated,
+            real_data=self.real_data, runs=self.canaries.canary_runs, rounds=self.canaries.canary_rounds,
+            told=self.told,
+        )  # fmt: skip
 
     def why_not(self, attack: str) -> str | None:
         """Why the configuration cannot be attacked so, None where it can."""
+        if attack == epsilon.NAME:
+            model, silos = columns_of(self.data, self.likelihood)
+            return epsilon.why_not(model, self.algorithm, silos, RecordDP(noise_multiplier=1.0))
         if self.algorithm.is_power or self.algorithm.batch_size is not None:
             return "it follows people over rounds of the augmented-variable model with all records in each"
         if attack == "labels" and self.algorithm.response != "private":
@@ -398,7 +434,8 @@ class VerticalSubject:
         return [name for name in VERTICAL_ATTACKS if self.why_not(name) is None]
 
     def work(self, attacks: Sequence[str], protections: Sequence[Protection]) -> int:
-        return self.rounds * len({PLAIN[0], *(p.name for p in protections)}) if attacks else 0
+        runs = 2 * self.canaries.canary_runs * (epsilon.NAME in attacks)
+        return runs + self.rounds * len({PLAIN[0], *(p.name for p in protections)}) * (set(attacks) != {epsilon.NAME})
 
     def _world(self, protection: Protection) -> World:
         name, aggregation, privacy = protection
@@ -426,6 +463,8 @@ class Order(NamedTuple):
     individuals: int
     trials: int
     canary_runs: int
+    canary_rounds: int
+    unit: str | None
     argument: str | None
     attribute: str | None
     real_data: bool
@@ -440,12 +479,16 @@ class Order(NamedTuple):
                 f"'{self.source}' reads files of its own; if their institutions agree to an audit of them, say "
                 "--real-data"
             )
+        scale = Scale(
+            self.rounds or Scale.rounds, self.worlds, self.individuals, self.trials, self.canary_runs,
+            self.canary_rounds,
+        )  # fmt: skip
         if not isinstance(federation, Federation):
-            return federation, _vertical(federation, self.rounds, simulated, self.real_data, told)
-        scale = Scale(self.rounds or Scale.rounds, self.worlds, self.individuals, self.trials, self.canary_runs)
+            return federation, _vertical(federation, self.rounds, simulated, self.real_data, scale, told)
         return federation, Subject(
             federation.model, federation.algorithm, federation.silos, simulated=simulated, real_data=self.real_data,
-            scale=scale, argument=self.argument, attribute=_attribute(self.attribute), told=told,
+            scale=scale, argument=self.argument, attribute=_attribute(self.attribute), unit=self.unit,
+            told=told,
         )  # fmt: skip
 
 
@@ -533,12 +576,13 @@ def _federation(source: Path, overrides: tuple[str, ...], data: Path | None) -> 
 
 
 def _vertical(
-    federation: VerticalFederation, rounds: int | None, simulated: bool, real_data: bool, told: Callable[[str], None]
-) -> VerticalSubject:
+    federation: VerticalFederation, rounds: int | None, simulated: bool, real_data: bool, scale: Scale,
+    told: Callable[[str], None],
+) -> VerticalSubject:  # fmt: skip
     if not isinstance(federation.algorithm, Vertical):
         raise InputError(f"no attack is for algorithm.name = '{federation.algorithm.name}'; audit 'vertical'")
     likelihood, algorithm = federation.likelihood, federation.algorithm
-    return VerticalSubject(likelihood, federation.data, algorithm, rounds or ROUNDS, simulated, real_data, told)
+    return VerticalSubject(likelihood, federation.data, algorithm, rounds or ROUNDS, simulated, real_data, scale, told)
 
 
 def _attribute(text: str | None) -> Attribute | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray, SecureSum
@@ -43,6 +44,12 @@ class World(NamedTuple):
     predictors: Mapping[str, FloatArray]  # (N,) by silo, posterior means
 
 
+def columns_of(data: VerticalDataset, likelihood: Likelihood) -> tuple[Columns, list[dict[str, Tensor]]]:
+    """The model and the silos' columns, in one order."""
+    predictors = [data.predictors[n] for n in data.silos]
+    return Columns(likelihood, data.response, predictors, data.offset), list(data.silos.values())
+
+
 def record(
     data: VerticalDataset,
     likelihood: Likelihood,
@@ -56,10 +63,8 @@ def record(
     each: Callable[[], None] = lambda: None,
 ) -> World:
     """A whole run, watched. `each` is told after every round."""
-    ids = list(data.silos)
-    model = Columns(likelihood, data.response, [data.predictors[n] for n in ids], data.offset)
-    silos = [data.silos[n] for n in ids]
-    run = sf.run(model, silos, config, aggregation, privacy, seed, silo_ids=ids, compile=False)
+    model, silos = columns_of(data, likelihood)
+    run = sf.run(model, silos, config, aggregation, privacy, seed, silo_ids=list(data.silos), compile=False)
     recorder = Recorder(run.server, run.engine, aggregation.kind, simulated=simulated, real_data=real_data)
     for _ in run:
         each()

@@ -91,7 +91,7 @@ class Laboratory:
         `targets`: whose latents the attacks are after, if not those that the run itself ends with: a few rounds of
         SFVI-Avg or PVI leave these far from where they will be."""
         self.model, self.aggregation, self.privacy = model, aggregation, privacy
-        self.algorithm = _Shared(algorithm, worlds)
+        self.algorithm = Shared(algorithm, worlds)
         self._simulated, self._real_data = simulated, real_data
         self._late, self._targets = late, targets
 
@@ -117,7 +117,7 @@ class Laboratory:
         return _of_records(silo.program.local_fit(silo.local), posterior, server.problem.layout, silo)
 
 
-class _Shared:
+class Shared:
     """An algorithm whose halves are made once: they hold no data and no state, and so serve every world."""
 
     def __init__(self, algorithm: Any, worlds: int) -> None:
