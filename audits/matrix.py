@@ -484,6 +484,8 @@ class Order(NamedTuple):
             self.canary_rounds,
         )  # fmt: skip
         if not isinstance(federation, Federation):
+            if self.unit == "silo":
+                raise InputError("vertical silos hold parts of the same people: canaries are of --unit record")
             return federation, _vertical(federation, self.rounds, simulated, self.real_data, scale, told)
         return federation, Subject(
             federation.model, federation.algorithm, federation.silos, simulated=simulated, real_data=self.real_data,

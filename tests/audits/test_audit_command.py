@@ -55,6 +55,24 @@ def test_the_files_of_an_audit(config: Path, tmp_path: Path, capsys: pytest.Capt
     assert "which of two values" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("example", "set_", "unit", "message"),
+    [
+        ("vertical_logistic", "seed=1", "silo", "canaries are of --unit record"),
+        ("six_cities", "algorithm.name=sfvi-avg", "record", "'epsilon' does not fit: sfvi-avg takes no record privacy"),
+        ("six_cities", "algorithm.name=sfvi-avg", "silo", "'epsilon' does not fit: under silo privacy sfvi-avg needs"),
+    ],
+)
+def test_canaries_of_a_unit_that_no_run_protects_are_refused(
+    example: str, set_: str, unit: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parents[2] / "examples" / f"{example}.toml"
+    out = tmp_path / "audit"
+    assert run(str(path), "--attack", "epsilon", "--unit", unit, "--set", set_, "--out", str(out)) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_bad_input(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "audit")
     for arguments, message in (
