@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -12,13 +13,18 @@ from secure_fvi.aggregation.base import check_silo_ids
 from secure_fvi.algorithms.base import Algorithm, Problem
 from secure_fvi.compiled import choose_mode
 from secure_fvi.density import LogDensity
-from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere, GraphDensity
 from secure_fvi.federated_model import Data, FederatedModel, Schema
+from secure_fvi.later import Later
 from secure_fvi.privacy.settings import DP, check_device
-from secure_fvi.program_contract import check_program, watched
+from secure_fvi.program_contract import check_program
 from secure_fvi.randomness import derive_key
+
+if TYPE_CHECKING:
+    from secure_fvi import discovery, program_sites
+else:
+    discovery, program_sites = Later("secure_fvi.discovery"), Later("secure_fvi.program_sites")
 
 
 class Machine(NamedTuple):
@@ -48,21 +54,22 @@ def build_problem(
     runs here.
     """
     where, dtype = device_named(machine.device), machine.dtype
-    with watched(model):
+    with contextlib.nullcontext() if isinstance(model, Elsewhere) else program_sites.watched(model):
         density: LogDensity
+        own: FederatedModel
         if isinstance(model, Elsewhere):
-            roles, traced = model.roles, model.exported(schema, dtype)
+            own, traced = model.roles, model.exported(schema, dtype)
             layout, start = traced.layout, traced.start
-            model, density = roles, GraphDensity(traced, roles, schema.to(where))
+            density = GraphDensity(traced, own, schema.to(where))
         else:
-            model = as_model(model, schema, dtype)
-            layout, start = read_layout(model, schema, dtype)
-            density = LogDensity(model, layout, schema.to(where))
+            own = discovery.as_model(model, schema, dtype)
+            layout, start = discovery.read_layout(own, schema, dtype)
+            density = LogDensity(own, layout, schema.to(where))
         latents = layout.size("record") + layout.size("silo")
         calls = algorithm.expected_calls * (getattr(algorithm, "steps_in_a_call", 1) if latents else 1)
         mode = choose_mode(machine.compile, calls * len(silos), machine.work)
         ids = tuple(silos)
-        problem = Problem(model, schema.to(where), layout, density, start, ids, seed, dtype, where, mode, privacy)
+        problem = Problem(own, schema.to(where), layout, density, start, ids, seed, dtype, where, mode, privacy)
         check_program(problem, algorithm.importance_samples)
     return problem
 

@@ -1,8 +1,8 @@
 """What a silo's data have to keep to, looked at there before the first round: afterwards it has been paid for.
 
-Observed values lie in the support of their sites, labels point into what they index, terms are finite, the sum over
-records holds among the silo's own (`read_at_silo`), no record is there twice (`check_repeats`), and a job goes on with
-the rows that it began with (`cohort_digest`). To read them costs a silo some log2 N runs of the program on its N rows
+Observed values lie in the support of their sites, labels point into what they index, terms are finite, and the sum over
+records holds among the silo's own (`program_contract.check_parts`), by a program that runs in this process; of a traced
+one `exported.GraphDensity` looks. To read them costs a silo some log2 N runs of the program on its N rows
 (`program_contract.in_parts`), without gradients, two with them, and a few on eight rows or fewer.
 
 What is found counts a silo's rows: it is for that silo alone (`DataError`).
@@ -11,14 +11,10 @@ What is found counts a silo's rows: it is for that silo alone (`DataError`).
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
@@ -29,32 +25,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.density import LogDensity, Params, has_no_density, observed_value, record_dim, running, site_mask
-from secure_fvi.discovery import Discovery, Start, kind_of, start_of
-from secure_fvi.errors import DataError, InputError, SecureFVIWarning
-from secure_fvi.federated_model import rounded
-from secure_fvi.program_contract import (
-    AT_ONCE,
-    DEPENDENT_PRIOR,
+from secure_fvi.density import LogDensity, Params, Start, has_no_density, observed_value, record_dim, running, site_mask
+from secure_fvi.discovery import Discovery, kind_of, start_of
+from secure_fvi.errors import DataError, InputError
+from secure_fvi.program_contract import AT_ONCE, SOME, Point, check_parts
+from secure_fvi.program_sites import (
     REMEDY,
-    SOME,
-    Point,
     bad_parameters,
     base_constraint,
     check_edges,
     check_masked,
-    dependent,
     described,
     directions,
     gradient_of,
-    own_terms,
-    spread_out,
     tensors_in,
     terms_without,
 )
 
 _NEAR = (0.3, 1.0, 3.0)  # of the start, in unconstrained space: where else a site is tried
-_DIFFERENT_ROWS = 10  # from which a file in which every row occurs twice is taken for a mistake
 
 
 def read_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
@@ -102,62 +90,6 @@ def _cured_by(problem: Problem, rows: Params) -> str | None:
                 if bool(torch.isfinite(sum(run.terms["record"])).all()):  # type: ignore[arg-type]
                     return site
     return None
-
-
-def check_parts(problem: Problem, rows: Params, size: int, silo: str) -> tuple[Point, Params]:
-    """Raise DataError where global terms depend on a silo's data, or its records on each other; what was looked at."""
-    few = spread_out(size, SOME)
-    some, point = {name: value[few] for name, value in rows.items()}, Point(problem, len(few))
-    try:
-        problem.density.check_global_density(rows, silo, problem.start.z_global)
-        found = dependent(Point(problem, size), {name: value[:size] for name, value in rows.items()})
-    except InputError:
-        raise
-    except Exception as error:
-        raise DataError(f"silo '{silo}': the model fails on part of its data ({type(error).__name__})") from None
-    if found.silo:
-        raise DataError(f"silo '{silo}': {DEPENDENT_PRIOR.format('silo')}")
-    if found.records:
-        counted = f"{found.records} of {found.looked_at} records looked at"
-        raise DataError(f"silo '{silo}': {counted} depend on others: {found.said()}")
-    for first in range(0, size, AT_ONCE):
-        part = {name: value[first : min(first + AT_ONCE, size)] for name, value in rows.items()}
-        _check_steepness(problem, part, size, silo)
-    return point, some
-
-
-def _check_steepness(problem: Problem, rows: Params, size: int, silo: str) -> None:
-    """Raise DataError where log p is finite and its gradient is not, as at exp(log(0)): a fit would not move."""
-    count = len(next(iter(rows.values())))
-    if _steady(problem, rows, slice(None)):
-        return
-    bad = [k for k in range(count) if not _steady(problem, rows, slice(k, k + 1))]
-    good = next((k for k in range(count) if k not in set(bad)), None)
-    blamed = []
-    if bad and good is not None:
-        for name, value in rows.items():
-            other = {**rows, name: value[good].expand_as(value)}
-            blamed += [f"'{name}'"] * all(_steady(problem, other, slice(k, k + 1)) for k in bad[:SOME])
-    rest = "" if count == size else f", of {count} that were looked at together"
-    raise DataError(
-        f"silo '{silo}': {', '.join(blamed) or 'the data'} give the log density a gradient that is not finite, at the "
-        f"start, in {len(bad) or 'some'} of {size} rows{rest}: the logarithm or the root of 0, say; correct these "
-        "rows, or take them out"
-    )
-
-
-def _steady(problem: Problem, rows: Params, part: slice) -> bool:
-    """Whether the gradient of the records' terms is finite at the start."""
-    some = {name: value[part] for name, value in rows.items()}
-    point = Point(problem, len(next(iter(some.values()))))
-    try:
-        with torch.enable_grad():
-            terms, latents = own_terms(point, some)
-            total = torch.where(torch.isfinite(terms), terms, torch.zeros_like(terms)).sum()
-        found = torch.autograd.grad(total, latents, allow_unused=True) if total.requires_grad else ()
-    except Exception:  # not on so few rows: nothing is known
-        return True
-    return all(bool(torch.isfinite(g).all()) for g in found if g is not None)
 
 
 def _check_sites(problem: Problem, found: Discovery, silo: str) -> None:
@@ -436,90 +368,3 @@ def _indices(table: Tensor, key: Any) -> Iterator[tuple[Tensor, int]]:
 
 def _axes(part: Any) -> int:
     return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
-
-
-# ---- records ----
-
-
-#: A table's column of its records' own ids.
-_RECORD_ID = "record_id"
-
-
-def check_repeats(rows: Params, silo: str, named: Iterable[str] | None = None) -> None:
-    """Refuse a silo's records, without ids of their own, of which every one occurs several times: a file joined to
-    itself. Only where measured numbers, with fractions, say that it is no coincidence, and records are no groups of
-    rows, which a column of the table names. named: the columns that they were made of, as their owner knows them; with
-    `record_id` among them, whose cells differ, records are not looked at."""
-    if ("present" in rows and rows["present"].shape[1:] > (1,)) or _RECORD_ID in (named or ()):
-        return
-    columns = [value.reshape(len(value), -1).double() for value in rows.values()]
-    if not any(bool((column % 1 != 0).any()) for column in columns):
-        return
-    values = torch.cat(columns, 1)
-    weights = torch.randn(values.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    marks = (values * weights.to(values.device)).sum(1)
-    different, counts = marks.unique(return_counts=True)
-    if len(different) < _DIFFERENT_ROWS or int(counts.min()) < 2:
-        return
-    said = (
-        f"silo '{silo}': {len(marks) - len(different)} of {len(marks)} rows repeat another one in all of "
-        f"{', '.join(map(repr, named or rows))}"
-    )
-    times = math.gcd(*counts.tolist())
-    if times > 1:
-        column = f", or a column {_RECORD_ID}" + (" with unique = true in the dictionary" if named is not None else "")
-        raise DataError(
-            f"{said}: every record is there {times} times, or a multiple of it. Remove the copies, or give records ids "
-            f"of their own (record_ids{column}) if they are different people"
-        )
-    warnings.warn(
-        f"{said}, as of few doses and outcomes, or of a table joined to one with several rows for each of its own: "
-        "each counts as a record of its own",
-        SecureFVIWarning,
-        stacklevel=2,
-    )
-
-
-def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
-    """A silo's record ids as int64 (N,). Raises DataError, which counts rows, where some are not whole numbers."""
-    try:
-        found = torch.as_tensor(ids).cpu().numpy()
-    except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record") from None
-    if found.ndim != 1 or found.dtype.kind not in "iuf":
-        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record")
-    bad = int((~(found >= 0) | (found % 1 != 0) | (found >= 2**63)).sum())
-    long = int(rounded(found).sum())
-    if long and not bad:
-        raise DataError(
-            f"silo '{silo}': record_ids are floats of too many digits to be told apart in {long} of {len(found)} rows"
-        )
-    if bad:
-        raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
-    return found.astype(np.int64)
-
-
-def cohort_digest(rows: Mapping[str, Tensor | npt.NDArray[Any]], key: bytes = b"") -> bytes:
-    """32 bytes that stand for the rows in use, (N, ...) each, whatever their order; a row more, less or other changes
-    them.
-
-    Rows may be few and their columns narrow, so that whoever has a digest could try all tables: what leaves a site
-    is made with a `key` (at most 64 bytes) that the site alone knows.
-    """
-    form, cells = [], []
-    for name in sorted(rows):
-        value = np.ascontiguousarray(rows[name])
-        if value.dtype.kind == "f":
-            value = value + 0.0  # one zero, not two
-        form.append((name, str(value.dtype), value.shape[1:]))
-        cells.append(value.reshape(len(value), -1).view(np.uint8))
-    count, width = len(cells[0]), sum(c.shape[1] for c in cells)
-    digests: list[bytes] = []
-    for at in range(0, count, 65_536):
-        block = memoryview(np.concatenate([c[at : at + 65_536] for c in cells], 1).tobytes())
-        digests += [
-            hashlib.blake2b(block[i : i + width], digest_size=32, key=key).digest() for i in range(0, len(block), width)
-        ]
-    total = hashlib.blake2b(repr((form, count)).encode(), digest_size=32, key=key, person=b"fvi cohort/1")
-    total.update(b"".join(sorted(digests)))
-    return total.digest()

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pyro
 import torch
@@ -31,7 +31,13 @@ from torch.distributions.constraints import Constraint
 
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.later import Later
 from secure_fvi.trees import Params as Params
+
+if TYPE_CHECKING:
+    from secure_fvi import data_contract, program_sites
+else:  # which read a program by running it: of one that was traced in a sandbox the graph alone is here
+    data_contract, program_sites = Later("secure_fvi.data_contract"), Later("secure_fvi.program_sites")
 
 Role = Literal["global", "silo", "record"]
 
@@ -84,6 +90,15 @@ class Layout:
                 value = value.movedim(z.dim() - 2, site.plate_dim - site.event_dim)
             out[site.name] = value
         return out
+
+
+class Start(NamedTuple):
+    """Unconstrained values at the centre of the prior, or where the model is told to start."""
+
+    z_global: Tensor  # (n_global,)
+    z_silo: Tensor  # (n_silo,)
+    z_record: Tensor  # (N, n_record)
+    theta: Params
 
 
 class LogTerms(NamedTuple):
@@ -277,6 +292,19 @@ class LogDensity:
             sum(terms["silo"], zero),
             sum(terms["record"], zero.expand(z_record.shape[-2])),
         )
+
+    def start_at(self, problem: Any, rows: Params, size: int, silo: str) -> Start:
+        """Where a fit begins at a silo, from its own records (N + 1, ...), the last a spare one, and whether these fit
+        the model. Seen by that silo only. Raises DataError, which counts rows and quotes no value."""
+        return data_contract.read_at_silo(problem, rows, size, silo)
+
+    def check_sites(self, point: Any, rows: Params) -> None:
+        """Raises InputError where one does not keep its contract (`program_sites`)."""
+        program_sites.check_sites(point, rows)
+
+    def misplaced(self, problem: Any, z_global: Tensor | None = None, rows: Params | None = None) -> str:
+        """Why a run came to numbers that are none, in words (`program_sites`); "" where nothing is seen."""
+        return program_sites.misplaced(problem, z_global, rows)
 
     def log_prior(self, z_global: Tensor, theta: Params) -> Tensor:
         """log p_theta(Z_G), in nats, from made data: the server's part."""

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyro.distributions import (
@@ -38,6 +38,7 @@ from secure_fvi.density import (
     Params,
     Role,
     Site,
+    Start,
     choice,
     has_no_density,
     param_constraint,
@@ -54,15 +55,6 @@ MOST_CHOICES = 64
 _MEDIAN_DRAWS = 999  # for priors that have neither a finite mean nor a quantile function
 #: Of a constrained site in unconstrained space: e^50 is no place to start from.
 _FARTHEST_START = 50.0
-
-
-class Start(NamedTuple):
-    """Unconstrained values at the centre of the prior, or where the model is told to start."""
-
-    z_global: Tensor  # (n_global,)
-    z_silo: Tensor  # (n_silo,)
-    z_record: Tensor  # (N, n_record)
-    theta: Params
 
 
 class Discovery(Messenger):  # type: ignore[misc]

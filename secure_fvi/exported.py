@@ -26,18 +26,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import flatten
-from secure_fvi.data_contract import check_parts
 from secure_fvi.density import (
     Layout,
     LogDensity,
     Params,
     Role,
     Site,
+    Start,
     running,
 )  # fmt: skip
-from secure_fvi.discovery import Start
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.program_contract import check_parts
 
 VERSION = 1
 #: Of a graph: its operations, its text, and on made data, of two and three records, elements of one result, of all
@@ -365,9 +365,8 @@ class GraphDensity(LogDensity):
         super().__init__(roles, program.layout, schema)
         self.program = program
 
-    def start_at(self, rows: Params, size: int, silo: str) -> Start:
-        """Where a fit begins at a silo, from its own records, and whether these fit what is observed: `read_at_silo`
-        without the program. Seen by that silo only. Raises DataError, which counts rows and quotes no value."""
+    def start_at(self, problem: Problem, rows: Params, size: int, silo: str) -> Start:
+        """Without the program."""
         z, inside = self.centre(rows, silo)
         for (name, words), fits in zip(self.program.observed, inside, strict=True):
             count = int((~fits[:size]).sum())
@@ -382,7 +381,15 @@ class GraphDensity(LogDensity):
                 "edge of what the model takes, or too large; correct or rescale them, or say where to begin with "
                 "start={...}"
             )
+        check_parts(problem, rows, size, silo)
         return start
+
+    def check_sites(self, point: Any, rows: Params) -> None:
+        """They were looked at when the program was traced."""
+
+    def misplaced(self, problem: Problem, z_global: Tensor | None = None, rows: Params | None = None) -> str:
+        """Not known: a graph has no sites."""
+        return ""
 
     def centre(self, rows: Params, silo: str) -> tuple[list[Tensor], list[Tensor]]:
         """Z_G, Z_S and Z_L at the centre of the prior; and which rows fit each observed site."""
@@ -407,14 +414,6 @@ class GraphDensity(LogDensity):
             shared, silo, records, *rest = self.program.evaluate(flat, z_global.device)
         constrained = dict(zip(constrained_names(self.layout), rest, strict=True))
         return _Evaluated({"global": [shared], "silo": [silo], "record": [records]}, constrained)
-
-
-def read_graph_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
-    """`data_contract.read_at_silo` of a program whose graph alone is here: rows (N + 1, ...), the last a spare one."""
-    assert isinstance(problem.density, GraphDensity)
-    start = problem.density.start_at(rows, size, silo)
-    check_parts(problem, rows, size, silo)
-    return start
 
 
 def theta_names(layout: Layout) -> list[str]:

@@ -7,8 +7,10 @@ the named silo sites to one silo, all other latent sites to everybody (Hassan et
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -19,10 +21,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from secure_fvi.errors import DataError, InputError
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 
 #: A silo's data: tensors or arrays by argument name, the record first, or a pandas or polars frame of such columns.
 Data = Mapping[str, Any]
+#: From how many on a file in which every row occurs twice is taken for a mistake; a table's column of ids.
+_DIFFERENT_ROWS, _RECORD_ID = 10, "record_id"
 _INDEXED = re.compile(r"(?P<name>[^\[\]]+)\[(?P<index>\d+)\]")
 
 
@@ -461,3 +465,83 @@ def check_aligned(columns: Iterable[Any], where: str = "") -> None:
             f"{where}its columns have different indexes, or the same in another order: align them, as by "
             "pandas.DataFrame(columns), or give arrays, which are taken by place"
         )
+
+
+def check_repeats(rows: Mapping[str, Tensor], silo: str, named: Iterable[str] | None = None) -> None:
+    """Refuse a silo's records, without ids of their own, of which every one occurs several times: a file joined to
+    itself. Only where measured numbers, with fractions, say that it is no coincidence, and records are no groups of
+    rows, which a column of the table names. named: the columns that they were made of, as their owner knows them; with
+    `record_id` among them, whose cells differ, records are not looked at."""
+    if ("present" in rows and rows["present"].shape[1:] > (1,)) or _RECORD_ID in (named or ()):
+        return
+    columns = [value.reshape(len(value), -1).double() for value in rows.values()]
+    if not any(bool((column % 1 != 0).any()) for column in columns):
+        return
+    values = torch.cat(columns, 1)
+    weights = torch.randn(values.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    marks = (values * weights.to(values.device)).sum(1)
+    different, counts = marks.unique(return_counts=True)
+    if len(different) < _DIFFERENT_ROWS or int(counts.min()) < 2:
+        return
+    said = (
+        f"silo '{silo}': {len(marks) - len(different)} of {len(marks)} rows repeat another one in all of "
+        f"{', '.join(map(repr, named or rows))}"
+    )
+    times = math.gcd(*counts.tolist())
+    if times > 1:
+        column = f", or a column {_RECORD_ID}" + (" with unique = true in the dictionary" if named is not None else "")
+        raise DataError(
+            f"{said}: every record is there {times} times, or a multiple of it. Remove the copies, or give records ids "
+            f"of their own (record_ids{column}) if they are different people"
+        )
+    warnings.warn(
+        f"{said}, as of few doses and outcomes, or of a table joined to one with several rows for each of its own: "
+        "each counts as a record of its own",
+        SecureFVIWarning,
+        stacklevel=2,
+    )
+
+
+def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
+    """A silo's record ids as int64 (N,). Raises DataError, which counts rows, where some are not whole numbers."""
+    try:
+        found = torch.as_tensor(ids).cpu().numpy()
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record") from None
+    if found.ndim != 1 or found.dtype.kind not in "iuf":
+        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record")
+    bad = int((~(found >= 0) | (found % 1 != 0) | (found >= 2**63)).sum())
+    long = int(rounded(found).sum())
+    if long and not bad:
+        raise DataError(
+            f"silo '{silo}': record_ids are floats of too many digits to be told apart in {long} of {len(found)} rows"
+        )
+    if bad:
+        raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
+    return found.astype(np.int64)
+
+
+def cohort_digest(rows: Mapping[str, Tensor | npt.NDArray[Any]], key: bytes = b"") -> bytes:
+    """32 bytes that stand for the rows in use, (N, ...) each, whatever their order; a row more, less or other changes
+    them.
+
+    Rows may be few and their columns narrow, so that whoever has a digest could try all tables: what leaves a site
+    is made with a `key` (at most 64 bytes) that the site alone knows.
+    """
+    form, cells = [], []
+    for name in sorted(rows):
+        value = np.ascontiguousarray(rows[name])
+        if value.dtype.kind == "f":
+            value = value + 0.0  # one zero, not two
+        form.append((name, str(value.dtype), value.shape[1:]))
+        cells.append(value.reshape(len(value), -1).view(np.uint8))
+    count, width = len(cells[0]), sum(c.shape[1] for c in cells)
+    digests: list[bytes] = []
+    for at in range(0, count, 65_536):
+        block = memoryview(np.concatenate([c[at : at + 65_536] for c in cells], 1).tobytes())
+        digests += [
+            hashlib.blake2b(block[i : i + width], digest_size=32, key=key).digest() for i in range(0, len(block), width)
+        ]
+    total = hashlib.blake2b(repr((form, count)).encode(), digest_size=32, key=key, person=b"fvi cohort/1")
+    total.update(b"".join(sorted(digests)))
+    return total.digest()

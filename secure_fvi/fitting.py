@@ -29,7 +29,6 @@ from secure_fvi.building import Machine, build_problem, check_common, derived_se
 from secure_fvi.checkpoints import Begun, options_of, text_of
 from secure_fvi.columns import Columns, VerticalResult, column_parties, column_result
 from secure_fvi.compiled import choose_threads
-from secure_fvi.data_contract import check_repeats, whole_ids
 from secure_fvi.disclosure import disclose
 from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.draws import LocalPosterior
@@ -38,7 +37,15 @@ from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import AggregationError, InputError, SecureFVIError, SecureFVIWarning
 from secure_fvi.families.gaussian import FULL_UP_TO
-from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
+from secure_fvi.federated_model import (
+    Data,
+    FederatedModel,
+    Records,
+    check_repeats,
+    check_schemas_agree,
+    read_data,
+    whole_ids,
+)
 from secure_fvi.guarding import Books, build_guards, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.options import Says, checked
 from secure_fvi.privacy.noise import NoiseSource

@@ -25,8 +25,8 @@ from torch.distributions.constraints import Constraint
 from secure_fvi import results
 from secure_fvi.algorithms.base import NoiseAware, Posterior, Problem, Refined
 from secure_fvi.algorithms.vertical import likelihoods
-from secure_fvi.density import Evaluation, Layout, LogDensity, Params, Site
-from secure_fvi.discovery import Start, as_model, read_layout
+from secure_fvi.density import Evaluation, Layout, LogDensity, Params, Site, Start
+from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.families.gaussian import GlobalFamily, LowRank, Point, global_family
 from secure_fvi.federated_model import FederatedModel, Schema, Shared

@@ -45,15 +45,12 @@ from secure_fvi.algorithms.base import (
     SiloProgram,
     SiloView,
 )
-from secure_fvi.data_contract import read_at_silo
-from secure_fvi.discovery import Start
+from secure_fvi.density import Start
 from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError, one_line
-from secure_fvi.exported import GraphDensity, read_graph_at_silo
 from secure_fvi.federated_model import Records
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, question_digest
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi.program_contract import misplaced
 from secure_fvi.randomness import UNIT_ID, KeyedDraws
 from secure_fvi.states import moves
 
@@ -300,7 +297,7 @@ class Silo:
         rows = {name: value[: self.size] for name, value in self.view.rows.items()}
         why = ""
         with contextlib.suppress(Exception):  # what a server sent may have no mean
-            why = misplaced(problem, self.program.where(broadcast), rows)  # type: ignore[attr-defined]
+            why = problem.density.misplaced(problem, self.program.where(broadcast), rows)  # type: ignore[attr-defined]
         return f"{str(said).partition(';')[0]}: {why}" if why else str(said)
 
     def _on_raw_scales(self) -> str:
@@ -650,10 +647,9 @@ def silo_view(
     weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)
     weights[-1] = 0.0
     keyed = np.append(ids, _SPARE_ID)
-    read = read_graph_at_silo if isinstance(problem.density, GraphDensity) else read_at_silo
     start = made_start(problem, records.size)
     try:
-        start = read(problem, rows, records.size, silo) if records.size else start
+        start = problem.density.start_at(problem, rows, records.size, silo) if records.size else start
     except Exception as error:
         if unfit is None:
             raise

@@ -17,10 +17,14 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import exported
+from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.deployment.fenced import _framed, export
 from secure_fvi.errors import InputError
-from secure_fvi.exported import Program, read_program
+from secure_fvi.exported import GraphDensity, Program, read_program
 from secure_fvi.federated_model import FederatedModel, Schema, read_data
+from secure_fvi.later import Later
+from secure_fvi.messages import ROUND, decode_broadcast
+from secure_fvi.silo import Silo
 
 #: Short fits.
 pytestmark = [
@@ -48,13 +52,65 @@ def fitted(model: Any, made: programs.Conjugate, algorithm: Any, **options: Any)
     return {**result.variational.eta, **result.variational.theta}
 
 
-def test_the_final_sum_of_the_graph_is_that_of_the_program() -> None:
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """What a silo takes of modules that are loaded when they are used, and what others do; phases that were asked."""
+    found, at = {who: set[str]() for who in ("silo", "server", "fence", "phases")}, ["server"]
+    load, handle, begin, export = Later.__getattr__, Silo.handle, GraphDensity.start_at, Traced.exported
+
+    def noted(module: Any, wanted: str) -> Any:
+        found[at[-1]].add(module._name.rpartition(".")[2])
+        return load(module, wanted)
+
+    def by(who: str, call: Callable[..., Any], *args: Any) -> Any:
+        at.append(who)
+        try:
+            return call(*args)
+        finally:
+            at.pop()
+
+    def handled(silo: Silo, message: bytes) -> bytes:
+        found["phases"] |= {decode_broadcast(message[1:]).phase} if message[:1] == ROUND else set()
+        by("silo", silo.program.blank)  # which a site holds the end of a job against
+        return by("silo", handle, silo, message)
+
+    monkeypatch.setattr(Later, "__getattr__", noted)
+    monkeypatch.setattr(Silo, "handle", handled)
+    monkeypatch.setattr(GraphDensity, "start_at", lambda *args: by("silo", begin, *args))
+    monkeypatch.setattr(Traced, "exported", lambda *args: by("fence", export, *args))
+    return found
+
+
+def check_taken(taken: dict[str, set[str]]) -> None:
+    """Of a program that a sandbox has traced a silo loads no server's half and no reader of programs; the server, which
+    is the control, loads the former alone."""
+    readers = {"data_contract", "discovery", "program_sites"}
+    assert REFINE in taken["phases"]
+    assert taken["silo"] == set()
+    assert {"final_server", "refining_server"} <= taken["server"] - readers == taken["server"]
+    assert taken["fence"] & readers
+
+
+def test_the_final_sum_of_the_graph_is_that_of_the_program(taken: dict[str, set[str]]) -> None:
     """Without latents of records: the likelihood was counted as often as there are records."""
     model, y = FederatedModel(plain), torch.linspace(-1, 2, 12, dtype=torch.float64)
     data, algorithm = [{"y": part} for part in y.split([5, 4, 3])], sf.SFVIAvg(rounds=2, local_steps=25)
-    found = [sf.fit(each, data, algorithm, sf.Plain(), seed=4, compile=False) for each in (Traced(model), model)]
+    found = [sf.fit(Traced(model), data, algorithm, sf.Plain(), seed=4, compile=False)]
+    check_taken(taken)
+    found += [sf.fit(model, data, algorithm, sf.Plain(), seed=4, compile=False)]
     ours, theirs = (result.convergence["log_evidence"] for result in found)
     assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [sf.SFVI(max_iterations=2), sf.PVI(max_rounds=2, local_steps=2)])
+def test_a_silo_of_a_traced_program_takes_no_servers_half(
+    algorithm: Any, taken: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secure_fvi.algorithms.refining_server.worthwhile", lambda rest: rest.seen is not None)
+    y = torch.linspace(-1, 2, 12, dtype=torch.float64)
+    sf.fit(Traced(FederatedModel(plain)), [{"y": part} for part in y.split([5, 4, 3])], algorithm, compile=False)
+    check_taken(taken)
 
 
 @pytest.mark.parametrize(

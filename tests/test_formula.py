@@ -1403,7 +1403,7 @@ def test_what_ran_off_is_told_to_who_wrote_a_formula_in_words_of_formulas() -> N
     """The control: of a program the words are of its distributions."""
     from secure_fvi.algorithms.sfvi import SFVI
     from secure_fvi.building import Machine, build_problem
-    from secure_fvi.program_contract import misplaced
+    from secure_fvi.program_sites import misplaced
 
     def own(y: torch.Tensor) -> None:
         import pyro

@@ -94,7 +94,8 @@ def test_a_silos_job_loads_what_it_names() -> None:
         silos = [{"id": name, "data": f"{name}.csv"} for name in "abc"]
         named_by = {"model": {"function": "model.py:model"}, "algorithm": {"name": "sfvi"}}
         chosen(parse({**named_by, "aggregation": {"kind": "masked"}, "silo": silos}, "test"))
-        others = "aggregation.masked_server aggregation.homomorphic algorithms.pvi engines formula results server"
+        others = "aggregation.masked_server aggregation.homomorphic algorithms.pvi engines formula results server "
+        others += "algorithms.final_server algorithms.refining_server algorithms.stopping discovery program_sites"
         there = lambda: print(*(name for name in others.split() if f"secure_fvi.{name}" in sys.modules))
         there(); named(MODELS, "model", "formula"); there()"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

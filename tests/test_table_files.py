@@ -22,10 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secure_fvi import tables
-from secure_fvi.data_contract import cohort_digest
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
-from secure_fvi.federated_model import _ragged, data_columns
+from secure_fvi.federated_model import _ragged, cohort_digest, data_columns
 from secure_fvi.runs.options import TABLES
 from secure_fvi.tables import check_table, code_columns, opened, read_coded, with_gaps
 
@@ -1230,7 +1229,7 @@ import resource, sys, time
 from pathlib import Path
 import duckdb
 from secure_fvi.dictionary import Column, Dictionary
-from secure_fvi.data_contract import cohort_digest
+from secure_fvi.federated_model import cohort_digest
 from secure_fvi.tables import read_coded
 
 def peak():

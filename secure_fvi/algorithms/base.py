@@ -16,9 +16,8 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import BlockTable, FloatArray
 from secure_fvi.compiled import Mode
-from secure_fvi.density import Layout, LogDensity, Params
+from secure_fvi.density import Layout, LogDensity, Params, Start
 from secure_fvi.disclosure import Declaration
-from secure_fvi.discovery import Start
 from secure_fvi.errors import ProtocolError
 from secure_fvi.families import GlobalFamily, LocalFamily
 from secure_fvi.federated_model import FederatedModel, Schema
@@ -387,6 +386,10 @@ class ServerProgram(Protocol):
 
     def posterior(self, state: Any) -> Posterior:
         """What the state stands for now."""
+        ...
+
+    def blank(self) -> Posterior:
+        """Of the form that this job's posterior has; silos hold what the server names at the end against it."""
         ...
 
     def noise_aware(self, state: Any) -> NoiseAware | str:

@@ -224,6 +224,9 @@ class Program(ABC):
         family = Conditional().build(0, self.problem.layout.size("global"), 1)
         return LocalFit(family, {}, family, {}, 1)
 
+    def blank(self) -> Posterior:
+        return self.posterior(self.init())
+
     def rounds(self, state: Any) -> int:
         return int(state.round)
 

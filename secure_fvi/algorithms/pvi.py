@@ -36,7 +36,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from pydantic import Field
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
-from secure_fvi.algorithms import noise_aware, refining, stationarity, weighing
+from secure_fvi.algorithms import refining, stationarity, weighing
 from secure_fvi.algorithms.base import (
     ITERATION,
     PRIVATE,
@@ -65,16 +65,24 @@ from secure_fvi.algorithms.base import (
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import Natural, Prior, distance, nothing, to_eta
-from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner, Refining
-from secure_fvi.algorithms.stationarity import Rest, as_sent, final_draws
+from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
+from secure_fvi.algorithms.stationarity import as_sent, final_draws
 from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE, q_part
 from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import BoundError, InputError, ProtocolError
 from secure_fvi.families import Params
+from secure_fvi.later import Later
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import Count, Positive, Says, Share
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.trees import to_numpy
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms import final_server, noise_aware, refining_server
+else:
+    final_server = Later("secure_fvi.algorithms.final_server")
+    noise_aware = Later("secure_fvi.algorithms.noise_aware")
+    refining_server = Later("secure_fvi.algorithms.refining_server")
 
 #: The phase after the last round: all silos at the final q.
 FINISH = "finish"
@@ -447,9 +455,9 @@ class PVIState(NamedTuple):
     shortened: int  # times that the last step was
     theta_moved: float  # by the last step of theta, relative to 1 + |theta|
     phase: str  # of the sum to come
-    rest: Rest  # what the final sum told
+    rest: final_server.Rest  # what the final sum told
     checked: bool  # whether all silos were in it
-    refining: Refining  # and what those after it did
+    refining: refining_server.Refining  # and what those after it did
     halvings: int  # of steps after which q would have been improper, or would have lost most of its precision
     turns: Turns  # of a schedule with delays
     first: Tensor  # (packed,) under privacy, the mean total of rounds before any site was taken in; (0,) otherwise
@@ -596,17 +604,23 @@ class PVIProgram(Program):
     def prior(self) -> Prior:
         return Prior(self.problem, self.families.full)
 
-    def init(self) -> PVIState:
+    def _begins(self) -> tuple[Natural, Params]:
         theta = {name: self.move(value) for name, value in self.theta_start.items()}
-        prior = self.prior.start(theta, "PVI")
+        return self.prior.start(theta, "PVI"), theta
+
+    def blank(self) -> Posterior:
+        return self._at(*self._begins())
+
+    def init(self) -> PVIState:
+        prior, theta = self._begins()
         none = torch.zeros(len(self.problem.silos), dtype=torch.float64)
         moved = torch.full_like(none, math.inf)
         moments, turns = self.optimizer.init(theta), first_turns(len(none))
         return PVIState(
             round=0, q=prior, prior=prior, theta=theta, theta_moments=moments, took=none, kept=none, moved=moved,
             damping=0.0, residual=self._one, earlier=self._one, skipped=0, tempered=0, undone=0, last=Counts(),
-            quiet=none, stepped=none, shortened=0, theta_moved=0.0, phase=ROUND_PHASE, rest=Rest(), checked=False,
-            refining=refining.start(), halvings=0, turns=turns, firsts=0,
+            quiet=none, stepped=none, shortened=0, theta_moved=0.0, phase=ROUND_PHASE, checked=False,
+            rest=final_server.Rest(), refining=refining_server.start(), halvings=0, turns=turns, firsts=0,
             first=torch.zeros(0 if self._uncounted else self.families.packed, dtype=torch.float64),
         )  # fmt: skip
 
@@ -672,7 +686,7 @@ class PVIProgram(Program):
             shortened=0,
             theta_moved=theta_moved,
             phase=ROUND_PHASE,
-            rest=Rest(),
+            rest=final_server.Rest(),
             checked=False,
             refining=state.refining,
             halvings=state.halvings + halvings,
@@ -681,8 +695,10 @@ class PVIProgram(Program):
         return self._ended(after, message, Step(objective, taken, None, self.config.schedule, False))
 
     def posterior(self, state: PVIState) -> Posterior:
-        eta = {name: self.move(value) for name, value in to_eta(state.q).items()}
-        return Posterior(self.families.shared, eta, state.theta, state.refining.answer)
+        return self._at(state.q, state.theta)._replace(refined=state.refining.answer)
+
+    def _at(self, q: Natural, theta: Params) -> Posterior:
+        return Posterior(self.families.shared, {name: self.move(value) for name, value in to_eta(q).items()}, theta)
 
     @property
     def _uncounted(self) -> str | None:
@@ -730,7 +746,7 @@ class PVIProgram(Program):
 
     def verdict(self, state: PVIState) -> Verdict:
         """What the last rounds and the final sums say together."""
-        return refining.verdict(self._of_q(state), state.refining, self.refiner.fits)
+        return refining_server.verdict(self._of_q(state), state.refining, self.refiner.fits)
 
     def _of_q(self, state: PVIState) -> Verdict:
         config, rest, details = self.config, state.rest, {**self._counts(state), **state.rest.details()}
@@ -742,13 +758,13 @@ class PVIProgram(Program):
             return fixed_length("rounds", config.rounds, seen, self._counts(state), far)
         trouble = self._trouble(state)
         if trouble is not None:
-            return stationarity.unsettled(rest, *trouble)._replace(details=details)
+            return final_server.unsettled(rest, *trouble)._replace(details=details)
         advice = (
             f"lower learning_rate (now {self._rate:.2g}) or raise local_steps (now {config.local_steps}), "
             "standardise the columns, or use sfvi"
         )
         found = f"all {len(self.problem.silos)} silos were at rest in the last rounds"
-        return stationarity.verdict(rest, None, found, advice)._replace(details=details)
+        return final_server.verdict(rest, None, found, advice)._replace(details=details)
 
     def _counts(self, state: PVIState) -> dict[str, float | None]:
         return {f"silos_{name}": float(value) for name, value in state.last._asdict().items()}
@@ -810,25 +826,29 @@ class PVIProgram(Program):
 
     def _checked(self, state: PVIState, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
         """After the final sum."""
-        whole, rest = int(present.sum()) == len(self.problem.silos), Rest()
+        whole, rest = int(present.sum()) == len(self.problem.silos), final_server.Rest()
         if whole:
-            rest = stationarity.at_rest(
+            rest = final_server.at_rest(
                 self.problem, state.q, state.theta, self._log_prior(state), self._final_draws(), sums, self.config.bound
             )
         state = state._replace(phase=ROUND_PHASE, rest=rest, checked=whole)
         refines = REFINE in self.tables and whole and (not state.theta or self.at_rest(state))
-        if refines and self.refiner.fits and refining.worthwhile(rest):
-            begun = self.refiner.begun(state.q, rest, self._of_q(state).converged is True)
+        if refines and self.refiner.fits and refining_server.worthwhile(rest):
+            begun = self._judge.begun(state.q, rest, self._of_q(state).converged is True)
             if begun is not None:
                 state = state._replace(phase=REFINE, refining=begun)
         finished = state.phase == ROUND_PHASE
         return state, Step(rest.objective, state.damping, None, FINISH, finished)
 
+    @property
+    def _judge(self) -> refining_server.Refiner:
+        return refining_server.Refiner(self.problem, self.fit.weigher)
+
     def _refined(self, state: PVIState, message: Broadcast, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
         """After one more sum at draws near q."""
-        after = state.refining._replace(sums=refining.SUMS, lost=refining.ABSENT)
+        after = state.refining._replace(sums=refining.SUMS, lost=refining_server.ABSENT)
         if int(present.sum()) == len(self.problem.silos):
-            after = self.refiner.step(state.refining, message, sums, state.q, state.theta, self._log_prior(state))
+            after = self._judge.step(state.refining, message, sums, state.q, state.theta, self._log_prior(state))
         step = Step(state.rest.objective, state.damping, None, REFINE, after.done)
         return state._replace(refining=after, phase=ROUND_PHASE if after.done else REFINE), step
 

@@ -17,19 +17,18 @@ A warm start is a few rounds of SFVI-Avg before the first one (S3.2: five such r
 
 from __future__ import annotations
 
-import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block
-from secure_fvi.algorithms import noise_aware, refining, stationarity, stopping
+from secure_fvi.algorithms import refining
 from secure_fvi.algorithms.base import (
     CLIP,
     PRIVATE,
@@ -48,8 +47,7 @@ from secure_fvi.algorithms.base import (
 from secure_fvi.algorithms.by_record import evaluated
 from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
 from secure_fvi.algorithms.natural import Prior
-from secure_fvi.algorithms.refining import REFINE, Refining
-from secure_fvi.algorithms.stationarity import Rest
+from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,
     FINISH,
@@ -68,13 +66,22 @@ from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
 from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
+from secure_fvi.later import Later
 from secure_fvi.objective import RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
 from secure_fvi.privacy.gate import MOST_ROWS
-from secure_fvi.program_contract import misplaced
 from secure_fvi.states import Moved
 from secure_fvi.trees import merge, part, running_average, stacked, take, to_numpy, unflatten
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms import final_server, noise_aware, refining_server, sfvi_warm, stopping
+else:
+    final_server = Later("secure_fvi.algorithms.final_server")
+    noise_aware = Later("secure_fvi.algorithms.noise_aware")
+    refining_server = Later("secure_fvi.algorithms.refining_server")
+    sfvi_warm = Later("secure_fvi.algorithms.sfvi_warm")
+    stopping = Later("secure_fvi.algorithms.stopping")
 
 DIRECT, PATH = "direct", "path"
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
@@ -158,7 +165,7 @@ class SFVI:
             raise InputError("a learning-rate schedule needs `iterations`; without it the stopping rule sets the rate")
         Optimizer(self.optimizer, self.learning_rate, self.optimizer_options)
         if self.warm_start.rounds:
-            _warm().averaging(self)
+            sfvi_warm.averaging(self)
 
     @property
     def own_rounds(self) -> int:
@@ -167,7 +174,7 @@ class SFVI:
 
     @property
     def expected_calls(self) -> int:
-        before = _warm().averaging(self).expected_calls if self.warm_start.rounds else 0
+        before = sfvi_warm.averaging(self).expected_calls if self.warm_start.rounds else 0
         return before + (self.iterations or _EXPECTED_ROUNDS)
 
     def multiplier(self, round_: int) -> float:
@@ -179,7 +186,7 @@ class SFVI:
         what = "gradients of its part of the bound, in the global latents and the model's parameters, and that part"
         what += "; its number of records"
         own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
-        before = _warm().averaging(self).declare(silos, private).sums if self.warm_start.rounds else ()
+        before = sfvi_warm.averaging(self).declare(silos, private).sums if self.warm_start.rounds else ()
         sums = (*(s for s in before if s.phase not in (FINISH, REFINE)), own)
         if not private and self.iterations is None:
             final = f"{DISCLOSED}; its number of records"
@@ -190,7 +197,7 @@ class SFVI:
 
     def server(self, problem: Problem) -> Program:
         """Raises InputError for what the model or its privacy do not allow."""
-        return _warm().SFVIWarmProgram(self, problem) if self.warm_start.rounds else SFVIProgram(self, problem)
+        return sfvi_warm.SFVIWarmProgram(self, problem) if self.warm_start.rounds else SFVIProgram(self, problem)
 
     silo = server
 
@@ -213,8 +220,8 @@ class SFVIState(NamedTuple):
     monitor: stopping.Monitor
     lost: int  # rounds since the averaging began in which a silo that was asked was missing
     phase: str  # of the sum to come
-    rest: Rest  # what the final sum told of q, where all silos were in it
-    refining: Refining  # and what those after it did
+    rest: final_server.Rest  # what the final sum told of q, where all silos were in it
+    refining: refining_server.Refining  # and what those after it did
     trace: noise_aware.Trace  # under privacy, of the rounds that are averaged
 
 
@@ -358,7 +365,8 @@ class SFVIProgram(StructuredProgram):
         z_global, shift = self._draw(eta, eps)
         moments, monitor = self.optimizer.init(merged), stopping.start()
         return SFVIState(
-            0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE, Rest(), refining.start(),
+            0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE,
+            final_server.Rest(), refining_server.start(),
             noise_aware.nothing_seen(0 if self._uncounted else self.family.n),
         )  # fmt: skip
 
@@ -397,7 +405,7 @@ class SFVIProgram(StructuredProgram):
         )
         objective, *iterate = np.split(to_numpy(watched), [1, 1 + self.family.n])
         if not math.isfinite(objective[0]):
-            why = "" if self.terms else misplaced(self.problem, state.z_global)
+            why = "" if self.terms else self.problem.density.misplaced(self.problem, state.z_global)
             raise AggregationError(
                 f"the objective is not finite in round {state.round}"
                 + (f": {why}" if why else "; lower learning_rate or rescale the data")
@@ -418,15 +426,16 @@ class SFVIProgram(StructuredProgram):
         phase = FINISH if finished and FINISH in self.tables else ROUND_PHASE
         shown_phase = "averaging" if self._averages(state) else "approach"
         step = Step(shown, rate, monitor.r_hat, shown_phase, finished and phase == ROUND_PHASE)
+        trace = self._seen(state, message, sums, scale / each) if averages and not absent else state.trace
         after = SFVIState(
-            state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase, Rest(),
-            state.refining, self._seen(state, message, sums, scale / each) if averages and not absent else state.trace,
+            state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase,
+            final_server.Rest(), state.refining, trace,
         )  # fmt: skip
         return after, step
 
     def _checked(self, state: SFVIState, sums: Totals, absent: bool) -> tuple[SFVIState, Step]:
         """After the final sum."""
-        rest = Rest() if absent else self.rest(self.posterior(state), sums)
+        rest = final_server.Rest() if absent else self.rest(self.posterior(state), sums)
         state = state._replace(phase=ROUND_PHASE, rest=rest)
         begun = self.first_refining(self.posterior(state), rest, self._of_q(state), state.monitor.converged)
         if begun is not None:
@@ -486,7 +495,7 @@ class SFVIProgram(StructuredProgram):
     def verdict(self, state: SFVIState) -> Verdict:
         """Of a run that stops by itself: whether the stopping rule was met with all silos, and q is stationary, or was
         refined."""
-        return refining.verdict(self._of_q(state), state.refining, self._refiner.fits)
+        return refining_server.verdict(self._of_q(state), state.refining, self._refiner.fits)
 
     def _of_q(self, state: SFVIState) -> Verdict:
         config, r_hat = self.config, state.monitor.r_hat
@@ -507,7 +516,7 @@ class SFVIProgram(StructuredProgram):
             advice = "run it again, with all silos"
         settled = "means and sds have settled in two stages"
         if FINISH in self.tables:
-            return stationarity.verdict(state.rest, against, settled, advice)
+            return final_server.verdict(state.rest, against, settled, advice)
         return Verdict(against is None, against or settled, {"r_hat": r_hat}, remedy=advice)
 
     def metrics(self, state: SFVIState) -> dict[str, float | None]:
@@ -732,8 +741,3 @@ class SFVIProgram(StructuredProgram):
         blocks = max(1, math.ceil(len(rows) / own))
         filled = np.append(rows, np.full(blocks * own - len(rows), view.size, np.int64)).reshape(blocks, own)
         yield from np.pad(filled, ((0, 0), (0, 1)), constant_values=view.size)
-
-
-def _warm() -> Any:
-    """What runs a warm start: an algorithm of its own, loaded by its name; a run without one has no use for it."""
-    return importlib.import_module("secure_fvi.algorithms.sfvi_warm")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, FloatArray
-from secure_fvi.algorithms import refining, stationarity
+from secure_fvi.algorithms import refining
 from secure_fvi.algorithms.base import (
     ITERATION,
     PRIVATE,
@@ -42,8 +42,7 @@ from secure_fvi.algorithms.base import (
     Verdict,
 )
 from secure_fvi.algorithms.kit import Answer, Rows, Sum, Totals, at_least_two
-from secure_fvi.algorithms.refining import REFINE, Refining
-from secure_fvi.algorithms.stationarity import Rest
+from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,
     FINISH,
@@ -61,10 +60,17 @@ from secure_fvi.density import LogDensity, LogTerms
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params
+from secure_fvi.later import Later
 from secure_fvi.objective import SiloFunction, server_gradient, silo_gradient
 from secure_fvi.optimizers import TRACEABLE, Optimizer
 from secure_fvi.options import Count, NotNegative, Part, Positive, Says, Share, Spread, Whole, check
 from secure_fvi.trees import merge, part, running_average, to_numpy
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms import final_server, refining_server
+else:
+    final_server = Later("secure_fvi.algorithms.final_server")
+    refining_server = Later("secure_fvi.algorithms.refining_server")
 
 #: Phases. COUNT once, before the first round; MERGE, and BURES where asked for, every round; FINISH once.
 COUNT, MERGE, BURES = "count", "merge", "bures"
@@ -235,8 +241,8 @@ class SFVIAvgState(NamedTuple):
     ways: Tensor  # (WATCHED, n) of the means in the last merges, posterior sds
     objective: float  # at the q last sent, nats; NaN where it is not released
     absent: int  # 1 where silos that were asked for the last merge are not in it
-    rest: Rest  # what the final sum told of q, where all silos were in it
-    refining: Refining  # and what those after it did
+    rest: final_server.Rest  # what the final sum told of q, where all silos were in it
+    refining: refining_server.Refining  # and what those after it did
 
 
 class SFVIAvgLocal(NamedTuple):
@@ -371,8 +377,8 @@ class SFVIAvgProgram(StructuredProgram):
             ways,
             math.nan,
             0,
-            Rest(),
-            refining.start(),
+            final_server.Rest(),
+            refining_server.start(),
         )
 
     def broadcast(self, state: SFVIAvgState, index: int, accepted: Mapping[str, int]) -> Broadcast:
@@ -419,7 +425,7 @@ class SFVIAvgProgram(StructuredProgram):
     def verdict(self, state: SFVIAvgState) -> Verdict:
         """Merges that have settled are at this algorithm's own fixed point, an average of posteriors; whether that is
         the posterior of all records is measured by the slope of the bound there, and by weighed draws."""
-        return refining.verdict(self._of_q(state), state.refining, self._refiner.fits)
+        return refining_server.verdict(self._of_q(state), state.refining, self._refiner.fits)
 
     def _of_q(self, state: SFVIAvgState) -> Verdict:
         config = self.config
@@ -429,10 +435,10 @@ class SFVIAvgProgram(StructuredProgram):
         if not self.settled(state):
             what = f"merges were still moving after {state.round} rounds"
             more = f"raise rounds (now {config.rounds}) or local_steps (now {config.local_steps})"
-            return stationarity.verdict(state.rest, what, "", f"{more}; {advice}")
+            return final_server.verdict(state.rest, what, "", f"{more}; {advice}")
         if state.absent:
-            return stationarity.verdict(state.rest, "a silo was absent from the last merge", "", "run it again")
-        found = stationarity.verdict(state.rest, None, "merges have settled", advice)
+            return final_server.verdict(state.rest, "a silo was absent from the last merge", "", "run it again")
+        found = final_server.verdict(state.rest, None, "merges have settled", advice)
         if not found.converged:
             return found
         return found._replace(reason=f"{found.reason}; sfvi-avg remains an approximation, an average of posteriors")

@@ -13,9 +13,8 @@ Z_G then is that of its marginal likelihood's bound, up to what they are from th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +22,10 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import hiding
-from secure_fvi.algorithms.base import Problem, SiloView, Verdict
-from secure_fvi.algorithms.natural import Natural, distance, from_moments
-from secure_fvi.algorithms.weighing import UP_TO, WEIGHED, Weighed, as_told, points, spare, weighed
-from secure_fvi.compiled import Traced, over_draws
+from secure_fvi.algorithms.base import Problem, SiloView
+from secure_fvi.algorithms.natural import Natural, from_moments
+from secure_fvi.algorithms.weighing import as_told, spare
+from secure_fvi.compiled import Traced
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.objective import SiloFunction, silo_gradient
 from secure_fvi.randomness import server_draws
@@ -35,94 +34,11 @@ from secure_fvi.randomness import server_draws
 _DRAWS = 2**31
 #: Numbers of all draws of a half together, beyond which there are fewer draws.
 _MOST = 2_000_000
-#: A run may be called converged where one step from its q would go at most so far, in posterior sds.
-AT_REST = 0.15
-#: And where the step's Monte-Carlo error, 3 standard errors, is at most so large.
-PRECISE = 0.3
 #: Draws of a half where nothing else is said, in antithetic pairs.
 HALF = 128
 VALUE, SLOPE, CURVE = "value", "slope", "curve"
-#: What a run that is at rest says where nobody looked how near to the posterior the best q is: of variances of many
-#: groups, say, the best has been seen with means .6 sds off and sds a third of what they are.
-UNWEIGHED = (
-    f"q was not weighed, as one of a full covariance and at most {UP_TO} dimensions is: nobody has looked whether the "
-    "best of its family is near the posterior, and it may have means off and sds far too small, of scales and their "
-    "effects most of all. Fewer dimensions, or groups that are each at one silo, are weighed; compare with a full "
-    "covariance where q has another"
-)
-
-
 #: Blocks whose numbers are hidden all or none, and how much less of a slope is told than of the bound.
-_TOLD_TOGETHER, _STEEPEST = ((VALUE,), (SLOPE, CURVE)), 2.0**10
-
-
-class Rest(NamedTuple):
-    """What the final sum tells of q. Everyone may see it."""
-
-    step: float = math.inf  # posterior sds, or log sds, by which an undamped step would move q; infinite: it has no end
-    error: float = math.inf  # the step's Monte-Carlo error, one standard error
-    objective: float = math.nan  # the bound at q, nats, by all silos; NaN before it is known
-    weighed: Weighed | None = None  # None: too many dimensions, or a family that is not full
-    far: bool = False  # whether some silo's part was too large to tell, or no number
-
-    @property
-    def known(self) -> bool:
-        """Whether all silos have answered."""
-        return self.far or not math.isnan(self.objective)
-
-    @property
-    def bound(self) -> float | None:
-        return None if math.isnan(self.objective) else self.objective
-
-    @property
-    def stationary(self) -> bool:
-        return math.isfinite(self.step) and self.step <= AT_REST + 2 * self.error and 3 * self.error <= PRECISE
-
-    def details(self) -> dict[str, float | None]:
-        finite = math.isfinite(self.step) and math.isfinite(self.error)
-        found = {"step_sd": self.step if finite else None, "step_error_sd": self.error if finite else None}
-        return found if self.seen is None else {**found, **self.seen.details()}
-
-    @property
-    def seen(self) -> Weighed | None:
-        """`weighed`; a checkpoint, which is read by what it was before the first round, gives its numbers alone."""
-        return None if self.weighed is None else Weighed(*self.weighed)
-
-
-def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict:
-    """Of a run that stops by itself. settled: what is against it, None where nothing is. found: what is for it."""
-    if settled is not None:
-        return unsettled(rest, settled, advice)
-    if not rest.known:
-        return unsettled(rest, "a silo was missing when the final q was checked", "run it again")
-    if rest.far:
-        what = "at the final q some silo's part of the bound, or of its slope, is out of all range, or no number"
-        return unsettled(rest, f"{found}, but {what}", advice)
-    against = rest.seen and rest.seen.against()
-    if rest.stationary and rest.seen and against:
-        return Verdict(False, f"{found}, but {against}", rest.details(), remedy=rest.seen.remedy)
-    if rest.stationary:
-        slope = f"at the final q the slope of the bound over all records would move it by {rest.step:.2g} sds"
-        if rest.seen is None:
-            return Verdict(None, f"{found}, and {slope}, but {UNWEIGHED}", rest.details())
-        return Verdict(True, f"{found}, and {slope}", rest.details())
-    if math.isinf(rest.step):
-        what = "at the final q the bound over all records is not even curved downwards: q is far from any optimum"
-        return unsettled(rest, f"{found}, but {what}", advice)
-    if rest.step <= AT_REST + 2 * rest.error:
-        what = f"the slope of the bound at the final q is too noisy to tell (error {rest.error:.2g} sds)"
-        return unsettled(rest, what, advice)
-    what = f"at the final q the slope of the bound over all records would still move it by {rest.step:.2g} sds"
-    return unsettled(rest, f"{found}, but {what}", advice)
-
-
-def unsettled(rest: Rest, reason: str, remedy: str) -> Verdict:
-    """Of a run that ended elsewhere than at rest, for this `reason`: what was found far from q goes with it, since more
-    rounds alone do not lead there."""
-    seen = rest.seen
-    if seen is not None and seen.apart is not None:
-        reason, remedy = f"{reason}; besides, {seen.against()}", f"{remedy}; {seen.remedy}"
-    return Verdict(False, reason, rest.details(), remedy=remedy)
+TOLD_TOGETHER, _STEEPEST = ((VALUE,), (SLOPE, CURVE)), 2.0**10
 
 
 def as_natural(family: GlobalFamily, eta: Params) -> Natural:
@@ -165,11 +81,11 @@ def as_sent(problem: Problem, table: BlockTable, found: FloatArray, view: SiloVi
     """A silo's `found` for the blocks above and of `weighing`, as it may leave (`hiding`). Where one number of its
     slope is past what is told all of them are hidden: which ones are would say more."""
     blocks, sent = {b.name: b for b in table.blocks}, []
-    own = sum(blocks[name].size for group in _TOLD_TOGETHER for name in group)
+    own = sum(blocks[name].size for group in TOLD_TOGETHER for name in group)
     nats = found[own // 2 :]
     drawn = hiding.uniforms(view, own + spare(problem.layout, len(nats)))
     values, rest = found[: own // 2], drawn[:own]
-    for group in _TOLD_TOGETHER:
+    for group in TOLD_TOGETHER:
         most, size = hiding.told_up_to(blocks[group[0]]), sum(blocks[name].size for name in group) // 2
         far = hiding.past(values[:size], most).any()
         for block in map(blocks.__getitem__, group):
@@ -208,13 +124,13 @@ class SiloSlope:
         loc, factor = q.mean(), q.factor()
         value, found = 0.0, []
         for e, (record, rows, weights, eps_record, eps_silo) in zip(eps.flatten(0, 1), inputs, strict=True):
-            shift = self._move(_times(factor, e))
+            shift = self._move(times(factor, e))
             z = self._move(loc) + shift
             of_draw, slope = self._gradient(z, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
             value += float(of_draw)
             found.append(slope.to("cpu", torch.float64))
         slopes = torch.stack(found).reshape(eps.shape)
-        return np.concatenate([[value / len(found)], *_packed(q, eps, slopes)])
+        return np.concatenate([[value / len(found)], *packed(q, eps, slopes)])
 
 
 class _Frame(Protocol):
@@ -240,74 +156,21 @@ def silo_inputs(
         yield record, view.rows, view.weights, frame.move(eps_record.transpose(0, 1).contiguous()), frame.move(eps_silo)
 
 
-def at_rest(
-    problem: Problem,
-    q: Natural,
-    theta: Params,
-    log_prior: Callable[[Tensor], Tensor],
-    eps: Tensor,
-    sums: Mapping[str, FloatArray],
-    most: float,
-) -> Rest:
-    """What the silos' total says, with the server's own part: the prior and q. most: of `blocks`."""
-    mine = {block.name: block for block in blocks(q.n, q.full, most)}
-    far, steep = (any(hiding.unreadable(sums[b], mine[b]).any() for b in group) for group in _TOLD_TOGETHER)
-    told = {name: hiding.read(sums[name], block) for name, block in mine.items()}
-    z = q.mean() + _times(q.factor(), eps.flatten(0, 1))
-    gradient, value = over_draws(torch.func.grad_and_value(log_prior), z)
-    own_slope, own_curve = _packed(q, eps, gradient.reshape(eps.shape))
-    outer = torch.stack([_lower(e.mT @ e / len(e)) if q.full else e.square().mean(0) for e in eps])
-    slopes = torch.from_numpy(told[SLOPE] + own_slope.reshape(2, -1)) + eps.mean(1)
-    curves = torch.from_numpy(told[CURVE] + own_curve.reshape(2, -1)) + outer
-    log_q = -0.5 * eps.square().sum(-1).mean() - 0.5 * q.n * math.log(2 * math.pi) - _log_det(q)
-    objective = math.nan if far else float(told[VALUE]) + float(value.mean() - log_q)
-    if steep:
-        return Rest(objective=objective, far=True)
-    end = _end(q, slopes.mean(0), curves.mean(0))
-    error = distance(_end(q, slopes[0], curves[0]), _end(q, slopes[1], curves[1])) / 2
-    found = Rest(distance(q, end), error, objective, far=far)
-    if WEIGHED not in sums:
-        return found
-    at = points(problem, q)
-    return found._replace(weighed=weighed(problem, q, theta, at, sums[WEIGHED], log_prior))
-
-
-def _log_det(q: Natural) -> Tensor:
-    factor = q.factor()
-    return (factor.diagonal() if q.full else factor).log().sum()
-
-
-def _end(q: Natural, slope: Tensor, curve: Tensor) -> Natural:
-    """Where an undamped step ends; improper where it has no end."""
-    mean, factor = q.mean(), q.factor()
-    if not q.full:
-        precision = (1 - curve) / factor.square()
-        return Natural(slope / factor + precision * mean, precision)
-    rows, cols = torch.tril_indices(q.n, q.n)
-    white = torch.eye(q.n, dtype=torch.float64)
-    white[rows, cols] -= curve
-    white = torch.tril(white) + torch.tril(white, -1).mT
-    back = torch.linalg.solve_triangular(factor, torch.eye(q.n, dtype=torch.float64), upper=False)
-    precision = back.mT @ white @ back
-    precision = 0.5 * (precision + precision.mT)
-    return Natural(back.mT @ slope + precision @ mean, precision)
-
-
-def _packed(q: Natural, eps: Tensor, gradients: Tensor) -> tuple[FloatArray, FloatArray]:
+def packed(q: Natural, eps: Tensor, gradients: Tensor) -> tuple[FloatArray, FloatArray]:
     """Means over each half of F' g and of the symmetric part of eps (F' g)', flattened."""
     factor = q.factor()
     slopes = gradients.to(torch.float64) @ factor if q.full else gradients.to(torch.float64) * factor
     if not q.full:
         return slopes.mean(1).flatten().numpy(), (eps * slopes).mean(1).flatten().numpy()
-    curves = [_lower(0.5 * (e.mT @ s + s.mT @ e) / len(e)) for e, s in zip(eps, slopes, strict=True)]
+    curves = [lower(0.5 * (e.mT @ s + s.mT @ e) / len(e)) for e, s in zip(eps, slopes, strict=True)]
     return slopes.mean(1).flatten().numpy(), torch.cat(curves).numpy()
 
 
-def _lower(matrix: Tensor) -> Tensor:
+def lower(matrix: Tensor) -> Tensor:
     rows, cols = torch.tril_indices(*matrix.shape)
     return matrix[rows, cols]
 
 
-def _times(factor: Tensor, x: Tensor) -> Tensor:
+def times(factor: Tensor, x: Tensor) -> Tensor:
     """F x for x (..., n)."""
     return x @ factor.mT if factor.dim() == 2 else factor * x

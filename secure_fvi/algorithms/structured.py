@@ -7,7 +7,7 @@ which tells how far q is from a stationary point of the bound, and from the post
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +17,23 @@ from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms import refining, stationarity, weighing
 from secure_fvi.algorithms.base import ITERATION, Broadcast, LocalFit, Posterior, SiloView, Verdict
 from secure_fvi.algorithms.kit import Blocks, Program, Rows, Sum, Totals, joined
-from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner, Refining
-from secure_fvi.algorithms.stationarity import Rest, SiloSlope, as_natural, as_sent, at_rest, final_draws, silo_inputs
+from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
+from secure_fvi.algorithms.stationarity import SiloSlope, as_natural, as_sent, final_draws, silo_inputs
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.errors import InputError
 from secure_fvi.families import GlobalFamily, Params, global_family
 from secure_fvi.families.conditional import ENCODER
+from secure_fvi.later import Later
 from secure_fvi.objective import SiloGradient
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.randomness import server_draws, start_draws
 from secure_fvi.trees import part, put, take
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms import final_server, refining_server
+else:
+    final_server = Later("secure_fvi.algorithms.final_server")
+    refining_server = Later("secure_fvi.algorithms.refining_server")
 
 #: The phase after the last round of a run that stops by itself: all silos at the final q.
 FINISH = "finish"
@@ -112,6 +119,9 @@ class StructuredProgram(Program):
         """theta before the first round."""
         return {name: self.move(value) for name, value in self.theta_start.items()}
 
+    def blank(self) -> Posterior:
+        return Posterior(self.family, self.start(), self.moved_theta())
+
     def scalar(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self.problem.dtype, device=self.problem.device)
 
@@ -176,16 +186,21 @@ class StructuredProgram(Program):
             found = np.concatenate([found, self._weigher(q, where, theta, record, silo, view, keys.stop)])
         return table.split(as_sent(self.problem, table, found, view))
 
-    def rest(self, found: Posterior, sums: Totals) -> Rest:
+    def rest(self, found: Posterior, sums: Totals) -> final_server.Rest:
         """What the final sum over all silos says of `found`."""
         q = as_natural(self.family, found.eta)
         eps = final_draws(self.problem.seed, q.n, q.full)
-        return at_rest(self.problem, q, found.theta, self._log_prior(found.theta), eps, sums, self.config.bound)
+        log_prior = self._log_prior(found.theta)
+        return final_server.at_rest(self.problem, q, found.theta, log_prior, eps, sums, self.config.bound)
 
     def _log_prior(self, theta: Params) -> Callable[[Tensor], Tensor]:
         return lambda z: self.problem.density.log_prior(self.move(z), theta).to("cpu", torch.float64)
 
     # ---- and those that refine it ----
+
+    @property
+    def _judge(self) -> refining_server.Refiner:
+        return refining_server.Refiner(self.problem, self._weigher)
 
     def with_refining(self, sums: dict[str, Sum]) -> dict[str, Sum]:
         """With the sums after the final one, where that one weighs q."""
@@ -197,25 +212,29 @@ class StructuredProgram(Program):
         more = more._replace(scalars=(*final.scalars, *more.scalars), known=final.known)
         return {**sums, REFINE: more}
 
-    def refining_message(self, final: Broadcast, state: Refining) -> Broadcast:
+    def refining_message(self, final: Broadcast, state: refining_server.Refining) -> Broadcast:
         """The broadcast of the final sum as one for the next sum."""
         scalars = {**final.scalars, ITERATION: float(state.sums)}
         tensors = {**final.tensors, refining.PROPOSAL: state.proposal}
         return final._replace(scalars=scalars, tensors=tensors, phase=REFINE)
 
-    def first_refining(self, found: Posterior, rest: Rest, of_q: Verdict, settled: bool) -> Refining | None:
+    def first_refining(
+        self, found: Posterior, rest: final_server.Rest, of_q: Verdict, settled: bool
+    ) -> refining_server.Refining | None:
         """What comes after the final sum; None: nothing. settled: whether theta is where it ends."""
         known = REFINE in self.tables and (settled or not found.theta)
-        if known and self._refiner.fits and refining.worthwhile(rest):
-            return self._refiner.begun(as_natural(self.family, found.eta), rest, of_q.converged is True)
+        if known and self._refiner.fits and refining_server.worthwhile(rest):
+            return self._judge.begun(as_natural(self.family, found.eta), rest, of_q.converged is True)
         return None
 
-    def refined(self, state: Refining, found: Posterior, message: Broadcast, sums: Totals, absent: bool) -> Refining:
+    def refined(
+        self, state: refining_server.Refining, found: Posterior, message: Broadcast, sums: Totals, absent: bool
+    ) -> refining_server.Refining:
         """After such a sum; absent: whether a silo was."""
         if absent:
-            return state._replace(sums=refining.SUMS, lost=refining.ABSENT)
+            return state._replace(sums=refining.SUMS, lost=refining_server.ABSENT)
         q, log_prior = as_natural(self.family, found.eta), self._log_prior(found.theta)
-        return self._refiner.step(state, message, sums, q, found.theta, log_prior)
+        return self._judge.step(state, message, sums, q, found.theta, log_prior)
 
     def refining_answer(self, message: Broadcast, sent: Params, record: Params, silo: Params, view: SiloView) -> Blocks:
         """The silo's term of it."""

@@ -62,19 +62,6 @@ DISCLOSED = (
     "away from it (up to 11,921), which all parties derive from q, and of few dimensions all over the prior; of "
     "numbers out of range, that they are"
 )
-#: A run may be called converged where means are at most so far off, in posterior sds, sds so much too small or too
-#: large, in logs, and where the standard error of these is no larger.
-MEAN_WITHIN, SD_WITHIN, PRECISE = 0.15, (-0.14, 0.12), 0.1
-#: What is farther off than this, a mean in posterior sds or the log of an sd, is worth refining.
-CLOSE = 0.05
-_REMEDY = (
-    "raise local_steps where a silo has latents of its own, or write the model in parameters whose posterior is nearer "
-    "to normal (non-centred effects, sums in place of products); in a formula, let groups be local where each is at "
-    "one silo, or give their sds priors that rule out what cannot be"
-)
-_BEGIN = (
-    "begin at the mode that holds most: by the model's start, or, in PVI, by priors that are as narrow as that mode"
-)
 #: Draws of q in each of two halves, in antithetic pairs; keeps them apart from others.
 HALF, _DRAWS = 256, 2**31 + 1
 #: By how much half of the draws are wider, in one dimension.
@@ -124,83 +111,11 @@ _ALWAYS = 20
 #: Scouts, of up to so many dimensions, and how many there are in a shell. Of more dimensions
 #: they are too few to meet anything.
 _SCOUTS, _SCOUTED, _SHELL = 512, 6, 32
+#: How many sds from q's mean another mode is, at least, and how many nats deep the valley between.
+APART, VALLEY = 4.0, 1.5
 #: Scouts lie where no one dimension on its own costs the prior more nats than this, up to a power of two, of those from
 #: and to the given ones. No prior's own round number: a tie could be rounded differently at two parties.
 _BULK, _SCALES = 2.7, (-10, 20)
-#: Farther than `_APART` + sqrt(n) sds from q's mean they may hold so much of the mass. By Markov's inequality tails
-#: that have m of it there are taken for that in about m / _MISSED of runs at most.
-_MISSED = 0.05
-#: A point d sds, `_APART` at least, from q's mean is another mode, if its density is at least exp(-_LOWER) of that
-#: there, or `_MATTERS` / d^2, so that a mode as wide as q adds that share to the variance, with a valley of
-#: exp(-_VALLEY) between.
-_APART, _LOWER, _VALLEY, _MATTERS = 4.0, 5.0, 1.5, 0.3
-
-
-class Weighed(NamedTuple):
-    """What the likelihood at draws of q and far from them says. Everyone may see it."""
-
-    mean: float  # largest error of a reported mean, in posterior sds
-    sd: float  # largest error of a reported sd, in logs: below zero, it is too small
-    error: float  # of these two, one standard error
-    apart: float | None = None  # sds of q from its mean to another mode; None: none was found
-    log_weights: Tensor = torch.zeros(0)  # (2 HALF,) of the draws, up to a constant
-    nats: float = 0.0  # by which that mode is likelier than q's mean
-    share: float | None = None  # of the posterior's mass that scouts find away from q, where they found the mode
-    where: str = ""  # values of the sites there
-    joint: Tensor = torch.zeros(0)  # (points,) log p(y, z) at all of them, up to a constant; -inf: out of range
-
-    def against(self) -> str | None:
-        """Why q is not the posterior; None: within tolerance."""
-        if self.apart is not None:
-            by = f"{abs(self.nats):.0f} nats {'more' if self.nats > 0 else 'less'} likely"
-            likely = "about as likely" if abs(self.nats) < _LOWER else by
-            if self.share is not None:
-                return (
-                    f"points all over the prior find {self.share:.0%} of the posterior's mass elsewhere: near "
-                    f"{self.where}, {self.apart:.0f} sds of q from its mean, a point is {likely}"
-                )
-            return (
-                f"another mode of the posterior, {likely}, lies {self.apart:.0f} sds of q away, near {self.where}, and "
-                "q covers one alone"
-            )
-        if not self.finite or self.error > PRECISE:
-            return (
-                "weighed by the likelihood of all records, draws of q do not even tell its means and sds: q is far "
-                "from the posterior"
-            )
-        if self.mean <= MEAN_WITHIN and SD_WITHIN[0] <= self.sd <= SD_WITHIN[1]:
-            return None
-        return (
-            f"weighed by the likelihood of all records, its means are {self.mean:.2g} sds off and its sds "
-            f"{math.exp(self.sd):.2g} times what they should be (each at worst): no Gaussian is near the posterior, "
-            "or q has not settled"
-        )
-
-    @property
-    def remedy(self) -> str:
-        """What to try where `against` says something."""
-        if self.apart is None:
-            return _REMEDY
-        if self.share is not None:
-            return _BEGIN
-        return (
-            "write the model so that it has one mode (a sign fixed, components in order, an angle cut where no data "
-            f"are), or {_BEGIN}"
-        )
-
-    @property
-    def finite(self) -> bool:
-        return all(map(math.isfinite, self[:3]))
-
-    @property
-    def close(self) -> bool:
-        """Whether nothing would be gained by weighing more draws."""
-        return self.finite and self.mean <= CLOSE and abs(self.sd) <= CLOSE
-
-    def details(self) -> dict[str, float | None]:
-        mean, sd, error = self[:3] if self.finite else (None, None, None)
-        other = {"other_mode_sd": self.apart, "mass_elsewhere": self.share}
-        return {"mean_error_sd": mean, "sd_error_log": sd, "weighing_error_sd": error, **other}
 
 
 class Points(NamedTuple):
@@ -225,10 +140,10 @@ def blocks(problem: Problem, family: str, local: LocalFamily) -> tuple[Block, ..
     layout = problem.layout
     if family != "full" or layout.size("global") > UP_TO or local.couples_records:
         return ()
-    return (_block(problem),)
+    return (block_of(problem),)
 
 
-def _block(problem: Problem) -> Block:
+def block_of(problem: Problem) -> Block:
     return hiding.block(WEIGHED, (_count(problem.layout),), UP_TO_NATS / len(problem.silos))
 
 
@@ -266,7 +181,7 @@ def as_told(problem: Problem, nats: FloatArray, drawn: FloatArray) -> FloatArray
     one would tell how the likelihood of the silo that passes it first falls off. A shell of scouts has one too, and is
     hidden as a whole: which scouts pass it would tell along which directions it does.
     """
-    lines, block = _lines(problem.layout), _block(problem)
+    lines, block = _lines(problem.layout), block_of(problem)
     ways = [*lines, *_shells(problem.layout)]
     near, most = 1 + 2 * HALF, hiding.told_up_to(block)
     with np.errstate(invalid="ignore"):
@@ -284,7 +199,7 @@ def as_told(problem: Problem, nats: FloatArray, drawn: FloatArray) -> FloatArray
 def points(problem: Problem, q: Natural) -> Points:
     half = server_draws(problem.seed).normals(_DRAWS, HALF * q.n)[0].reshape(2, HALF // 2, q.n)
     half = half / half.square().mean(1, keepdim=True).sqrt()
-    half[:, ::2] *= _wide(q.n)
+    half[:, ::2] *= wide(q.n)
     eps = torch.cat([half, -half], 1).flatten(0, 1)
     mean, covariance = q.mean(), q.covariance()
     steps = torch.arange(1, _FAR + 1, dtype=torch.float64)[:, None]
@@ -301,7 +216,7 @@ def _apart(q: Natural, others: list[Mirror]) -> tuple[list[Mirror], Tensor]:
     """The first `_IMAGES` of them that take q's mean far enough to be another mode, and where to; for want of so many
     such that leave it where it is."""
     images = _images(others, q.mean())
-    far = (sds_from([q_part(q)], images) > _APART).nonzero()[:_IMAGES, 0].tolist() if others else []
+    far = (sds_from([q_part(q)], images) > APART).nonzero()[:_IMAGES, 0].tolist() if others else []
     rest = min(len(others), _IMAGES) - len(far)
     return [others[k] for k in far] + [_same(q.n)] * rest, torch.cat([images[far], q.mean().expand(rest, q.n)])
 
@@ -491,7 +406,7 @@ def _swaps(sites: tuple[Site, ...], at: dict[str, Tensor], named: dict[Any, dict
             yield from with_shares(whole, simplexes(k, a, b), k)
 
 
-def _wide(n: int) -> float:
+def wide(n: int) -> float:
     """Half of the draws are of a q with sds so many times as large, where tails of the posterior show."""
     return 1 + _TAILS / math.sqrt(n)
 
@@ -735,7 +650,7 @@ class _Known:
         if climbs:
             return its + mode["log_scale"].sum(-1) > self.top + self.main["log_scale"].sum(-1) - _HEAVY
         between = [self.height(torch.lerp(self.main["loc"], mode["loc"], share)) for share in (0.25, 0.5, 0.75)]
-        valley = torch.stack(between).amin(0) < torch.minimum(its, self.top) - _VALLEY
+        valley = torch.stack(between).amin(0) < torch.minimum(its, self.top) - VALLEY
         return (its > self.top - _UNCLIMBED) & valley
 
     def add(self, mode: Params, off: Tensor, new: Tensor) -> None:
@@ -891,60 +806,9 @@ def _drawn(shift: Tensor, count: int, spreads: tuple[float, ...] | None = None) 
     return _Nodes(eps, math.log(len(parts) / count) - functools.reduce(torch.logaddexp, parts))
 
 
-def weighed(
-    problem: Problem, q: Natural, theta: Params, at: Points, total: FloatArray, log_prior: Callable[[Tensor], Tensor]
-) -> Weighed:
-    """What the silos' total at `at.all` says, with the server's own part: the prior and q."""
-    prior = over_draws(log_prior, at.all)
-    block = _block(problem)
-    told = np.where(hiding.unreadable(total, block), -math.inf, hiding.read(total, block))
-    joint = torch.from_numpy(told) + finite(prior)
-    log_q, wide = -0.5 * at.eps.square().sum(-1), _wide(q.n)
-    log_drawn = torch.logaddexp(log_q, log_q / wide**2 - q.n * math.log(wide))
-    log_w, log_v = joint[1 : 1 + len(at.draws)] - log_drawn, log_q - log_drawn
-    values = reported(problem, at.draws, theta)
-    halves = [errors(values[part], log_w[part], log_v[part]) for part in (slice(0, HALF), slice(HALF, None))]
-    mean, sd = errors(values, log_w, log_v)
-    error = max(float((a - b).abs().max()) / 2 for a, b in zip(*halves, strict=True))
-    scout = elsewhere(at, joint, *_of_draws(q, at, joint))
-    others = [scout] if scout is not None else line_modes(at, joint, [q_part(q)])
-    found = Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, log_weights=log_w, joint=joint)
-    if not others:
-        return found
-    other = max(others, key=lambda o: o.nats)
-    return found._replace(apart=other.sds, nats=other.nats, share=other.share, where=named(problem, other.z, theta))
-
-
 def finite(prior: Tensor) -> Tensor:
     """Log densities of a prior, -inf where one is no number or overflows: far out PyTorch's of 1 / x is +inf."""
     return prior.nan_to_num(nan=-math.inf, posinf=-math.inf)
-
-
-def named(problem: Problem, z: Tensor, theta: Params) -> str:
-    """The first few sites' values at z (n,), in words."""
-    values = problem.density.constrain(z.to(problem.device, problem.dtype), theta)[0]
-    some = [f"{name} = {', '.join(f'{v:.3g}' for v in value.flatten()[:4].tolist())}" for name, value in values.items()]
-    return ", ".join(some[:4])
-
-
-def reported(problem: Problem, z: Tensor, theta: Params) -> Tensor:
-    """(S, numbers) of the global sites as a result gives them, but those that are constant (zeros of a triangle)."""
-    values = over_draws(lambda z: problem.density.constrain(z, theta)[0], z.to(problem.device, problem.dtype))
-    found = torch.cat([value.reshape(len(z), -1) for value in values.values()], 1).to("cpu", torch.float64)
-    return found[:, (found != found[:1]).any(0)]
-
-
-def errors(values: Tensor, log_w: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much q's means are off, in posterior sds, and its sds, in logs; infinite where it cannot be told. log_w,
-    log_v: weights of the draws that make them the posterior's, and q's."""
-    (mean, sd), (own_mean, own_sd) = _moments(values, log_w), _moments(values, log_v)
-    return ((own_mean - mean) / sd).nan_to_num(nan=math.inf), (own_sd / sd).log().nan_to_num(nan=math.inf)
-
-
-def _moments(values: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
-    share = log_w.softmax(0)
-    mean = share @ values
-    return mean, (share @ (values - mean).square()).sqrt()
 
 
 class Part(NamedTuple):
@@ -956,16 +820,6 @@ class Part(NamedTuple):
 
 def q_part(q: Natural) -> Part:
     return Part(q.mean(), q.factor())
-
-
-class Other(NamedTuple):
-    """Another mode, or a point near it."""
-
-    sds: float  # from the nearest part's mean
-    nats: float  # by which it is likelier than q's mean
-    z: Tensor  # (n,)
-    share: float | None = None  # as in `Weighed`
-    line: int = -1  # on which it lies
 
 
 def sds_from(parts: list[Part], z: Tensor) -> Tensor:
@@ -981,99 +835,6 @@ def lines_of(at: Points, joint: Tensor) -> tuple[Tensor, Tensor]:
     steps = torch.arange(1, _FAR + 1, dtype=joint.dtype)
     values = torch.cat([joint[0].expand(n, 1), ways[:, 0], ways[:, 1]], 1)
     return torch.cat([steps.new_zeros(1), steps, -steps]), values
-
-
-def line_modes(at: Points, joint: Tensor, parts: list[Part]) -> list[Other]:
-    """Other modes along lines, the likeliest of each, that are far from all `parts`."""
-    here, found, start = float(joint[0]), [], 1 + len(at.draws)
-    for line, z in enumerate(at.lines):
-        values, start = joint[start : start + len(z)], start + len(z)
-        far = sds_from(parts, z)
-        lowest = torch.cat([torch.full((1,), here, dtype=values.dtype), values]).cummin(0).values[:-1]
-        least = here - (2 * far.log() - math.log(_MATTERS)).clamp(min=_LOWER)
-        other = (far > _APART) & (values > least) & (lowest < torch.clamp(values, max=here) - _VALLEY)
-        if bool(other.any()):
-            k = int(torch.where(other, values, -math.inf).argmax())
-            found.append(Other(float(far[k]), float(values[k]) - here, z[k], line=line))
-    return found
-
-
-def _of_draws(q: Natural, at: Points, joint: Tensor) -> tuple[list[Part], Tensor, Tensor, Tensor]:
-    """The arguments of `elsewhere` for q and its own draws."""
-    part, wide = q_part(q), _wide(q.n)
-    square = sds_from([part], torch.cat([at.draws, at.scouts])).square()
-    log_q = -0.5 * square - 0.5 * q.n * LOG_2PI - part.factor.diagonal().log().sum()
-    log_wide = log_q + 0.5 * square * (1 - wide**-2) - q.n * math.log(wide)
-    log_drawn = torch.logaddexp(log_q, log_wide) - math.log(2)
-    return [part], at.draws, joint[1 : 1 + len(at.draws)], log_drawn
-
-
-def elsewhere(
-    at: Points, joint: Tensor, parts: list[Part], draws: Tensor, told: Tensor, log_drawn: Tensor
-) -> Other | None:
-    """The scout that holds most of the posterior's mass of those far from all `parts`, where all such hold `_MISSED` of
-    it and more. told: log p(y, z) at `draws`; log_drawn: the log density of what these were drawn from, at them and
-    the scouts.
-
-    By the balance heuristic: each point, a draw or a scout, is weighed by the density of all of them together.
-    """
-    shares = _shares_of_scouts(at, joint, parts, draws, told, log_drawn)
-    if not float(shares.sum()) > _MISSED:  # not so either where there are none, or none could be told
-        return None
-    best = int(shares.argmax())
-    z = at.scouts[best]
-    far, nats = float(sds_from(parts, z[None])), float(joint[best - len(at.scouts)] - joint[0])
-    return Other(far, nats, z, float(shares.sum()))
-
-
-def _shares_of_scouts(
-    at: Points, joint: Tensor, parts: list[Part], draws: Tensor, told: Tensor, log_drawn: Tensor
-) -> Tensor:
-    """(scouts,) of the mass; 0 of those near a part."""
-    if not len(at.scouts):
-        return at.scouts.new_zeros(0)
-    z, n = torch.cat([draws, at.scouts]), draws.shape[1]
-    inside = ((z >= at.box[0]) & (z <= at.box[1])).all(1)
-    log_scouts = math.log(len(at.scouts)) - (at.box[1] - at.box[0]).log().sum()
-    by = torch.logaddexp(log_drawn + math.log(len(draws)), torch.where(inside, log_scouts, -math.inf))
-    shares = (torch.cat([told, joint[-len(at.scouts) :]]) - by).softmax(0)[len(draws) :]
-    return torch.where(sds_from(parts, at.scouts) > _APART + math.sqrt(n), shares, 0.0)
-
-
-def modes(problem: Problem, q: Natural, seen: Weighed, most: int) -> list[Part] | None:
-    """q, and a part of its size at each other mode that the final sum found, images of images among them; None: these
-    are more than `most`."""
-    at, own = points(problem, q), q_part(q)
-    found = _likeliest(own, line_modes(at, seen.joint, [own]))
-    straight, parts, maps, met = len(at.lines) - len(at.mirrors), [own], [], [own]
-    for by in (at.mirrors[o.line - straight] for o in found if o.line >= straight):
-        image = mirrored(by, own)
-        if float(sds_from(met, image.mean[None])) > _APART:  # of maps to one mode the first alone: the simplest
-            maps.append(by)
-            met.append(image)
-    for part in parts:  # which grows
-        for image in (mirrored(by, part) for by in maps):
-            if float(sds_from(parts, image.mean[None])) > _APART:
-                parts.append(image)
-        if len(parts) > most:
-            return None
-    shares = _shares_of_scouts(at, seen.joint, *_of_draws(q, at, seen.joint))
-    heavy = [at.scouts[k] for k in shares.argsort(descending=True).tolist() if float(shares[k]) > _MISSED / most]
-    for z in [o.z for o in sorted(found, key=lambda o: -o.nats) if o.line < straight] + heavy:
-        if float(sds_from(parts, z[None])) > _APART:
-            parts.append(Part(z, own.factor))
-    return parts[:most]
-
-
-def _likeliest(own: Part, found: list[Other]) -> list[Other]:
-    """Without those that are on the slope of a likelier one, far nearer to it than to q: components that change places
-    without their shares, say."""
-
-    def on_slope(o: Other) -> bool:
-        above = [p.z for p in found if p.nats > o.nats + 1]
-        return bool(above) and float(sds_from([own._replace(mean=o.z)], torch.stack(above)).min()) < o.sds / 4
-
-    return [o for o in found if not on_slope(o)]
 
 
 def mirrored(by: Mirror, part: Part) -> Part:

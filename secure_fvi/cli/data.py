@@ -176,8 +176,7 @@ def _check_records(found: Coded, model: MixedModel, name: str) -> None:
     """Raise InputError where the formula's records do not fit it, or repeat each other, as its fit does."""
     import torch
 
-    from secure_fvi.data_contract import check_repeats
-    from secure_fvi.federated_model import read_data
+    from secure_fvi.federated_model import check_repeats, read_data
 
     laid = model.prepared({name: found})[name]
     check_repeats(read_data(laid, name, torch.float64)[1].rows, name, model.columns)

@@ -56,7 +56,8 @@ from secure_fvi.exported import (
     theta_names,
 )
 from secure_fvi.federated_model import FederatedModel, Schema
-from secure_fvi.program_contract import check_program, described, watched
+from secure_fvi.program_contract import check_program
+from secure_fvi.program_sites import described, watched
 from secure_fvi.runs.records import python_function
 
 #: Memory as it was found would show what this process had there: a graph has zeros instead.

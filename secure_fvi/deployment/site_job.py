@@ -36,7 +36,6 @@ from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior, SiloView
 from secure_fvi.building import Machine, build_problem, derived_secret, work_of
 from secure_fvi.compiled import choose_threads
-from secure_fvi.data_contract import check_repeats, cohort_digest
 from secure_fvi.deployment.countersigning import open_ledger
 from secure_fvi.deployment.deciding import Decision, stated_policy
 from secure_fvi.deployment.fence import model_for
@@ -61,7 +60,7 @@ from secure_fvi.dictionary import RECORD_ID
 from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
 from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
-from secure_fvi.federated_model import Records, Schema, read_data
+from secure_fvi.federated_model import Records, Schema, check_repeats, cohort_digest, read_data
 from secure_fvi.files import make_private, sync_folder, write_atomically
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.messages import ROUND, decode_broadcast
@@ -287,7 +286,7 @@ class SiteJob:
             raise SessionLost("no session is open here")
         tensors = wire.tensors(posterior, "the posterior that the server sent")
         eta, theta = (_under(prefix, tensors) for prefix in ("eta/", "theta/"))
-        expected = self._family.posterior(self._family.init())
+        expected = self._family.blank()
         family = expected.family
         known = (wire.same_form(eta, expected.eta), wire.same_form(theta, expected.theta))
         if not all(known) or len(eta) + len(theta) < len(tensors):  # the rest of the file is this silo's own
@@ -553,7 +552,7 @@ class _Own(NamedTuple):
 
 
 class Cohort:
-    """The rows that a job uses, by a digest that only this site can make (`data_contract.cohort_digest`): others who
+    """The rows that a job uses, by a digest that only this site can make (`federated_model.cohort_digest`): others who
     read it in the log learn whether rows changed, and nothing of them.
 
     Raises DataError where they are not those that the job began with here, or that the policy asks for. rows: None for

@@ -22,12 +22,11 @@ from secure_fvi.building import Machine, build_problem, numbers_of, work_of
 from secure_fvi.checkpoints import text_of
 from secure_fvi.columns import Columns, VerticalResult
 from secure_fvi.compiled import choose_threads
-from secure_fvi.data_contract import check_repeats
 from secure_fvi.dictionary import RECORD_ID, Column, Dictionary
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere
-from secure_fvi.federated_model import FederatedModel, check_schemas_agree, read_data
+from secure_fvi.federated_model import FederatedModel, check_repeats, check_schemas_agree, read_data
 from secure_fvi.fitting import fit
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.models.base import VERTICAL

@@ -130,7 +130,7 @@ class Attacked:
 
         monkeypatch.setattr(Silo, "handle", attacked)
         # After so few rounds q may miss the posterior, and would not be refined: every phase is to be asked.
-        monkeypatch.setattr("secure_fvi.algorithms.refining.worthwhile", lambda rest: rest.seen is not None)
+        monkeypatch.setattr("secure_fvi.algorithms.refining_server.worthwhile", lambda rest: rest.seen is not None)
         finished = False
         while not finished:
             finished = self.engine.run(self.server.round()).finished

@@ -24,9 +24,9 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import UNABLE
 from secure_fvi.algorithms import local_fit
 from secure_fvi.algorithms.base import Posterior
+from secure_fvi.algorithms.final_server import Rest
 from secure_fvi.algorithms.natural import Natural, from_moments, to_eta
 from secure_fvi.algorithms.pvi import FINISH, MARGIN, PVIProgram, tempered
-from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.errors import AggregationError
 from secure_fvi.results import Result
 

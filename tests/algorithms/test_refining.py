@@ -24,11 +24,12 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import carry
-from secure_fvi.algorithms import hiding, refining, weighing
+from secure_fvi.algorithms import hiding, refining, refining_server, weighing
 from secure_fvi.algorithms.base import ITERATION, ROUND_PHASE, Broadcast, Verdict
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import FINISH, PVIProgram, PVIState
-from secure_fvi.algorithms.refining import DRAWS, MORE, PROPOSAL, REFINE, REFINED, SUMS, Found, allowed, mixture
+from secure_fvi.algorithms.refining import DRAWS, MORE, PROPOSAL, REFINE, REFINED, SUMS, allowed, mixture
+from secure_fvi.algorithms.refining_server import Found
 from secure_fvi.algorithms.weighing import Part, q_part
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties, run
@@ -96,9 +97,9 @@ def test_a_q_that_is_off_is_put_right(off: float, wide: float) -> None:
     assert state.found.khat < 0.5
     assert _verdict(world).converged is True
     of_q = Verdict(False, "q has not settled", {}, remedy="raise max_rounds")
-    said = refining.verdict(of_q, state).said
+    said = refining_server.verdict(of_q, state).said
     assert said.endswith("is not as near: q has not settled")  # what to try is for those who have to
-    assert refining.verdict(of_q, refining.start()).said == "q has not settled; raise max_rounds"
+    assert refining_server.verdict(of_q, refining_server.start()).said == "q has not settled; raise max_rounds"
 
 
 @pytest.mark.parametrize("n", [12, 25, pytest.param(30, marks=pytest.mark.slow)])
@@ -246,7 +247,7 @@ def test_wrong_is_never_called_converged(
     """Whatever is said of the rounds before."""
     world = _final(_model(program), _rows(*y), q)
     of_q = Verdict(True, "q is at rest", {})
-    found = refining.verdict(of_q, world.state.refining)
+    found = refining_server.verdict(of_q, world.state.refining)
     if program is _corners and found.converged:
         assert float((_moments(world)["a"].mean - 2.25).abs().max()) < 0.5
         return
@@ -316,11 +317,11 @@ def test_modes_that_were_found_are_all_in_the_result(
     wanted = 0.0 if name == "a" else found.mean.mean(-1, keepdim=True)
     assert float(((found.mean - wanted) / found.sd).abs().max()) < 0.15
 
-    monkeypatch.setattr(refining, "modes", lambda _, q, *__: [q_part(q)])
+    monkeypatch.setattr(refining_server, "modes", lambda _, q, *__: [q_part(q)])
     alone = _final(_model(program), silos, q)
     assert _verdict(alone).converged is False
     assert "its draws miss a mode near" in _verdict(alone).reason
-    monkeypatch.setattr(refining.Refiner, "_missed", lambda *_: "")
+    monkeypatch.setattr(refining_server.Refiner, "_missed", lambda *_: "")
     assert _verdict(_final(_model(program), silos, q)).converged is True
 
 
@@ -543,7 +544,7 @@ def test_proposals_are_aimed_at_squares_too() -> None:
     log_w = torch.distributions.Normal(0.0, 1.0).log_prob(z[:, 0]) - torch.distributions.Normal(0.0, 2.0).log_prob(
         z[:, 0]
     )
-    assert float(refining.aimed(log_w, z).softmax(0) @ z[:, 0].square()) == pytest.approx(2.0, rel=0.01)
+    assert float(refining_server.aimed(log_w, z).softmax(0) @ z[:, 0].square()) == pytest.approx(2.0, rel=0.01)
     assert float(log_w.softmax(0) @ z[:, 0].square()) == pytest.approx(1.0, rel=0.01)
 
 
@@ -554,7 +555,7 @@ def test_proposals_are_aimed_at_the_tails_that_draws_do_not_tell() -> None:
     z, log_w = drawn[:, :17].clone(), 0.1 * drawn[:, 17]
     z[:, 0] = (2 * z[:, 0]).exp()
     top = z[:, 0] > z[:, 0].quantile(0.99)
-    assert float(refining.aimed(log_w, z).softmax(0)[top].sum()) > 0.35
+    assert float(refining_server.aimed(log_w, z).softmax(0)[top].sum()) > 0.35
     centred = z - z.mean(0)
     squares = centred.square() / centred.square().mean(0)
     assert float((1 + squares.mean(1)).log().softmax(0)[top].sum()) < 0.1
@@ -563,17 +564,17 @@ def test_proposals_are_aimed_at_the_tails_that_draws_do_not_tell() -> None:
 def test_a_q_that_is_close_stays_unless_wider_draws_disagree() -> None:
     silos, _ = make_regression(SIZES)
     program: Any = build(REGRESSION, silos, sf.PVI(family="full")).server.program
-    state = refining.start()._replace(checks=True, sums=1, z=torch.zeros(DRAWS, 3))
+    state = refining_server.start()._replace(checks=True, sums=1, z=torch.zeros(DRAWS, 3))
     good: dict[str, Any] = {"khat": 0.1, "khat_sd": 0.1, "ess": 500.0, "mean_error": 0.03, "sd_error": 0.03}
     close = state._replace(found=Found(torch.full((DRAWS,), 1 / DRAWS), **good, of_q=(0.02, 0.01)))
     apart = state._replace(found=close.found._replace(of_q=(0.4, 0.01)))
     of_q = Verdict(True, "q is at rest", {})
     assert close.done
     assert close.answer is None
-    assert refining.verdict(of_q, close).converged is True
+    assert refining_server.verdict(of_q, close).converged is True
     assert apart.answer is not None
     worse = apart._replace(found=apart.found._replace(khat=0.9), sums=SUMS)
-    assert refining.verdict(of_q, worse).converged is False
+    assert refining_server.verdict(of_q, worse).converged is False
     assert program.order.phases[REFINE].most == MORE
 
 
@@ -582,10 +583,10 @@ def test_of_many_means_the_largest_error_counts() -> None:
     and for nothing else."""
     draws = torch.full((3 * DRAWS,), 1 / (3 * DRAWS)).double()
     good: dict[str, Any] = {"khat": 0.6, "khat_sd": 0.6, "ess": 600.0, "mean_error": 0.051, "sd_error": 0.05}
-    one, many = (Found(draws, **good, precise=refining.precise(n)) for n in (1, 31))
+    one, many = (Found(draws, **good, precise=refining_server.precise(n)) for n in (1, 31))
     errors = 0.051 * torch.randn(4000, 31, generator=torch.Generator().manual_seed(1)).abs().amax(1)
     assert float(errors.median()) > 0.1
-    after = refining.start()._replace(sums=SUMS, z=torch.zeros(3 * DRAWS, 31), around=torch.zeros(1))
+    after = refining_server.start()._replace(sums=SUMS, z=torch.zeros(3 * DRAWS, 31), around=torch.zeros(1))
     assert after._replace(found=one).sound
     assert after._replace(found=one).done
     assert not after._replace(found=many).sound
@@ -600,9 +601,9 @@ def test_one_draw_of_all_the_weight_is_no_proposal() -> None:
     z = torch.randn(64, 1, generator=torch.Generator().manual_seed(0)).double()
     log_w = torch.full((64,), -1e6).double()
     log_w[3] = 0.0
-    aim = refining.aimed(log_w, z)
+    aim = refining_server.aimed(log_w, z)
     assert bool(aim.isfinite().all())
-    found = refining.matched(z, aim, [(1.0, Part(torch.zeros(1).double(), torch.eye(1).double()))])
+    found = refining_server.matched(z, aim, [(1.0, Part(torch.zeros(1).double(), torch.eye(1).double()))])
     assert bool(found.isfinite().all())
 
 
@@ -611,7 +612,7 @@ def _worth(proposal: Tensor, n: int) -> float:
     ((_, part),) = refining.unmixed(proposal, n)
     eps = torch.randn(4000, n, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     z = part.mean + eps @ part.factor.mT
-    log_w = -0.5 * z.square().sum(1) - refining._log_of(part, z)
+    log_w = -0.5 * z.square().sum(1) - refining_server._log_of(part, z)
     return float(1 / log_w.softmax(0).square().sum()) / len(z)
 
 
@@ -623,7 +624,7 @@ def test_of_many_dimensions_a_proposal_is_not_its_draws_noise(
     last one by few draws' share alone, of the next draws next to none counts."""
     z = torch.randn(draws, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     last = [(1.0, Part(torch.zeros(n).double(), torch.eye(n).double()))]
-    assert _worth(refining.matched(z, torch.zeros(draws).double(), last), n) > 0.8
+    assert _worth(refining_server.matched(z, torch.zeros(draws).double(), last), n) > 0.8
     mean, covariance = z.mean(0), torch.cov(z.mT)
     few = n / (n + draws)
     root = torch.linalg.cholesky((1 - few) * covariance + few * torch.eye(n))
@@ -640,7 +641,7 @@ def test_where_draws_have_moved_a_proposal_follows_them() -> None:
             last = Part(torch.zeros(n).double(), torch.eye(n).double())
             last.mean[0], last.factor[0, 0] = 3.0, 0.2
         z = torch.randn(1024, n, generator=rng, dtype=torch.float64)
-        found = refining.matched(z, torch.zeros(len(z)).double(), [(1.0, last)])
+        found = refining_server.matched(z, torch.zeros(len(z)).double(), [(1.0, last)])
         ((_, part),) = refining.unmixed(found, n)
         assert float((part.mean - last.mean).norm() / last.mean.norm()) > 0.9
         assert float(part.factor[0].norm()) > 0.8
@@ -655,7 +656,7 @@ def test_draws_are_weighed_by_what_they_were_drawn_from(n: int, monkeypatch: pyt
     root = torch.linalg.cholesky(torch.cov(torch.randn(n, 60, generator=torch.Generator().manual_seed(0)).double()))
     part = Part(torch.arange(n).double(), root)
     proposal = mixture([(1.0, part)])
-    refiner: Any = object.__new__(refining.Refiner)
+    refiner: Any = object.__new__(refining_server.Refiner)
     refiner.n, refiner.problem = n, SimpleNamespace(seed=3)
     messages: list[Any] = [
         SimpleNamespace(tensors={PROPOSAL: proposal}, scalars={ITERATION: float(k)}) for k in range(16)
@@ -663,18 +664,20 @@ def test_draws_are_weighed_by_what_they_were_drawn_from(n: int, monkeypatch: pyt
     z = torch.cat([refiner.draws(message) for message in messages])
 
     def mean(width: float) -> float:
-        return float((refining._log_of(part, z, width) - refiner._log_density(proposal[None], z)).exp().mean())
+        return float((refining_server._log_of(part, z, width) - refiner._log_density(proposal[None], z)).exp().mean())
 
     assert mean(1.0) == pytest.approx(1.0, abs=0.02)
     assert mean(1.2) == pytest.approx(1.0, abs=0.02)
-    monkeypatch.setattr(refining, "_log_along", refining._log_of)
+    monkeypatch.setattr(refining_server, "_log_along", refining_server._log_of)
     assert abs(mean(1.0) - 1) > 0.05 or n == 9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("others", "control", "value"), [(20, "_JOINTLY", 1000), (40, "_ALONG", math.inf)])
+@pytest.mark.parametrize(
+    ("others", "control", "value"), [(20, (refining, "JOINTLY"), 1000), (40, (refining_server, "_ALONG"), math.inf)]
+)
 def test_a_tail_of_one_number_of_many_is_seen(
-    others: int, control: str, value: float, monkeypatch: pytest.MonkeyPatch
+    others: int, control: tuple[Any, str], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Besides `others` one has Student's t with 3 degrees of freedom, whose sd is a third more than the best normal's:
     right or refused. The controls: a proposal that is wider in all at once does not reach there, and agrees with q; of
@@ -695,11 +698,11 @@ def test_a_tail_of_one_number_of_many_is_seen(
 
     def wrong() -> bool:
         world = _final(_model(program), _rows(0.1, 0.9, 0.3, 0.7, 0.5, 0.6), q)
-        settled = refining.verdict(Verdict(True, "q is at rest", {}), world.state.refining)
+        settled = refining_server.verdict(Verdict(True, "q is at rest", {}), world.state.refining)
         return bool(settled.converged) and abs(math.log(float(_moments(world)["m"].sd) / 3**0.5)) > 0.14
 
     assert not wrong()
-    monkeypatch.setattr(refining, control, value)
+    monkeypatch.setattr(*control, value)
     assert wrong()
 
 
@@ -711,7 +714,7 @@ def test_over_thirty_dimensions_lines_tell_of_a_tail_that_draws_miss(n: int) -> 
     steps = torch.arange(1, 41).double()[:, None]
     lines = [sign * steps * torch.eye(n).double()[i] for i in range(n) for sign in (1, -1)]
     at = weighing.Points(draws[:0], mean, draws[:8], lines, [], draws[:0], draws[:2])
-    refiner: Any = object.__new__(refining.Refiner)
+    refiner: Any = object.__new__(refining_server.Refiner)
     refiner.n, refiner.problem = n, None
     q, weights = from_moments(mean, torch.eye(n).double()), torch.full((4000,), 1 / 4000).double()
 
@@ -736,12 +739,12 @@ def test_a_mode_of_many_dimensions_is_met_by_draws_that_lie_around_it() -> None:
     mode[3] = 9.0
     around = torch.randn(500, n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     nats = -0.5 * around.square().sum(1)
-    assert bool(refining._visits(own, mode, mode + around, nats).any())
-    assert not bool(refining._visits(own, mode, mode + around, nats - 20.0).any())
+    assert bool(refining_server._visits(own, mode, mode + around, nats).any())
+    assert not bool(refining_server._visits(own, mode, mode + around, nats - 20.0).any())
     for share in (0.0, 0.3):
         z = share * mode + around
         nearest = torch.minimum(z.square().sum(1), (z - mode).square().sum(1))
-        assert not bool(refining._visits(own, mode, z, -0.5 * nearest).any())
+        assert not bool(refining_server._visits(own, mode, z, -0.5 * nearest).any())
 
 
 # ---- who chooses draws, and what is told ----

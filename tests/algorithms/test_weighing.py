@@ -19,7 +19,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import BlockTable
-from secure_fvi.algorithms import hiding, weighing
+from secure_fvi.algorithms import final_server, hiding, weighing
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import FINISH, PVIProgram
 from secure_fvi.algorithms.weighing import WEIGHED, Weigher, points
@@ -122,12 +122,12 @@ class _OfCities(NamedTuple):
     found: Callable[[int], Tensor]  # nats, by latents' draws of a key
     exact: Tensor
 
-    def weighed(self, nats: Tensor) -> weighing.Weighed:
+    def weighed(self, nats: Tensor) -> final_server.Weighed:
         """As the server does."""
         prior = lambda z: self.problem.density.log_prior(z, {})  # noqa: E731
-        relative, block = (nats - nats[0]).numpy(), weighing._block(self.problem)
+        relative, block = (nats - nats[0]).numpy(), weighing.block_of(self.problem)
         total = hiding.hidden(relative, relative > math.inf, block, np.zeros(2 * len(relative))).reshape(2, -1)
-        return weighing.weighed(self.problem, self.q, {}, self.at, total, prior)
+        return final_server.weighed(self.problem, self.q, {}, self.at, total, prior)
 
     def wrong_by(self, nats: Tensor) -> float:
         """The largest error at a draw of q in the first half."""
@@ -194,7 +194,7 @@ def test_six_cities_are_weighed_as_by_a_fine_integral(monkeypatch: pytest.Monkey
     assert beside.wrong_by(beside.found(0)) < 0.005
     monkeypatch.setattr(weighing, "_around_mode", lambda _, moments: moments)
     monkeypatch.setattr(weighing, "_looked", lambda *args: args[-1])
-    assert beside.weighed(beside.found(0)).error > weighing.PRECISE
+    assert beside.weighed(beside.found(0)).error > final_server.PRECISE
     monkeypatch.setattr(weighing, "_GRIDS", {})
     monkeypatch.setattr(weighing, "_DRAWN", 32)
     assert cities.wrong_by(cities.found(0)) > 0.1
@@ -331,15 +331,15 @@ class _OfWaves(NamedTuple):
             z[free] -= torch.linalg.solve(curve(z)[free, free], slope[free])
         return from_moments(z, torch.linalg.inv(-curve(z)))
 
-    def weighed(self, q: Natural, seed: int) -> weighing.Weighed:
+    def weighed(self, q: Natural, seed: int) -> final_server.Weighed:
         """As after a final sum of this seed."""
         problem = self.problem._replace(seed=seed)
         at = points(problem, q)
         nats = torch.func.vmap(self.log_likelihood)(at.all).numpy()
         drawn = np.full(weighing.spare(problem.layout, len(nats)), 0.5)
-        block = weighing._block(problem)
+        block = weighing.block_of(problem)
         total = weighing.as_told(problem, nats, drawn).reshape(block.shape)
-        return weighing.weighed(problem, q, {}, at, total, lambda z: problem.density.log_prior(z, {}))
+        return final_server.weighed(problem, q, {}, at, total, lambda z: problem.density.log_prior(z, {}))
 
 
 def _of_waves() -> _OfWaves:
@@ -461,7 +461,7 @@ def test_of_an_angle_the_other_end_is_looked_at(centre: float, ratio: float, mon
     assert (found.apart is not None) == (ratio < 1)
     assert found.share is None
     monkeypatch.setattr(weighing, "_INTERVALS", ("no such support",))
-    monkeypatch.setattr(weighing, "_MATTERS", math.inf)
+    monkeypatch.setattr(final_server, "_MATTERS", math.inf)
     weighing.mirrors.cache_clear()
     assert of.weighed(q, 0).apart is None
     weighing.mirrors.cache_clear()
@@ -507,11 +507,11 @@ def test_at_scouts_latents_are_integrated_roughly_and_on_the_safe_side(n_record:
     assert isinstance(program, PVIProgram)
     precision = 1 / 9 + len(y) / noise
     block, drawn = (
-        weighing._block(problem),
+        weighing.block_of(problem),
         np.full(weighing.spare(problem.layout, weighing._count(problem.layout)), 0.5),
     )
 
-    def looked(mean: float) -> tuple[weighing.Weighed, weighing.Weighed, Tensor]:
+    def looked(mean: float) -> tuple[final_server.Weighed, final_server.Weighed, Tensor]:
         """From a q there: what is found, what would be were errors the other way, and the errors at scouts."""
         own = program.fit.init(silo.view)
         record = {**own.record, "log_scale": torch.full_like(own.record["log_scale"], -2.5)}
@@ -524,7 +524,7 @@ def test_at_scouts_latents_are_integrated_roughly_and_on_the_safe_side(n_record:
         error = nats - nats[0] - exact + exact[0]
         told = [weighing.as_told(problem, n.numpy(), drawn).reshape(block.shape) for n in (nats, exact + error.abs())]
         prior = lambda z: problem.density.log_prior(z, {})  # noqa: E731
-        found, other_way = (weighing.weighed(problem, q, {}, at, total, prior) for total in told)
+        found, other_way = (final_server.weighed(problem, q, {}, at, total, prior) for total in told)
         return found, other_way, error[-len(at.scouts) :]
 
     found, other_way, error = looked(float(y.sum() / noise / precision))

@@ -29,7 +29,8 @@ from secure_fvi import program_contract
 from secure_fvi.density import running
 from secure_fvi.errors import AggregationError, DataError, InputError, SecureFVIWarning
 from secure_fvi.fitting import build_parties
-from secure_fvi.program_contract import _apart, misplaced
+from secure_fvi.program_contract import _apart
+from secure_fvi.program_sites import misplaced
 
 _rng = torch.Generator().manual_seed(0)
 _SIZES = (9, 12, 7)
@@ -1566,7 +1567,7 @@ def _makes_a_name(x: Tensor) -> None:
 
 def test_state_in_keyword_defaults_and_new_names_is_told() -> None:
     """Control: a second run, which changes nothing any more."""
-    from secure_fvi.program_contract import watched
+    from secure_fvi.program_sites import watched
 
     with pytest.warns(SecureFVIWarning, match="default of kept"), watched(_by_keyword):
         _by_keyword(torch.ones(3))
