@@ -33,10 +33,10 @@ from secure_fvi.algorithms.vertical.vertical import HIDDEN_PHASE
 from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, check_confidence, judge
 from secure_fvi.audits.worlds import Data, Shared, pooled, shortened
 from secure_fvi.columns import Columns
+from secure_fvi.driving import Books, build_guards
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
-from secure_fvi.guarding import Books, build_guards
 from secure_fvi.privacy.gate import Gate, RecordRelease, Release
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.vertical.vertical import Vertical as Vertical
     from secure_fvi.columns import Columns as Columns
     from secure_fvi.dictionary import Dictionary as Dictionary
+    from secure_fvi.driving import Books as Books
     from secure_fvi.driving import Progress as Progress
     from secure_fvi.driving import Run as Run
     from secure_fvi.errors import BudgetError as BudgetError
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from secure_fvi.fitting import fit as fit
     from secure_fvi.fitting import fit_alone as fit_alone
     from secure_fvi.fitting import run as run
-    from secure_fvi.guarding import Books as Books
     from secure_fvi.mixed_model import glmm as glmm
     from secure_fvi.opening import load as load
     from secure_fvi.privacy.settings import RecordDP as RecordDP
@@ -58,7 +58,7 @@ __version__ = "0.2.0"
 _HOME = {
     "Amortised": "secure_fvi.families",
     "BCM": "secure_fvi.algorithms.baselines",
-    "Books": "secure_fvi.guarding",
+    "Books": "secure_fvi.driving",
     "BudgetError": "secure_fvi.errors",
     "Columns": "secure_fvi.columns",
     "Conditional": "secure_fvi.families",

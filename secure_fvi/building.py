@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from secure_fvi.aggregation.base import check_silo_ids
 from secure_fvi.algorithms.base import Algorithm, Problem
 from secure_fvi.compiled import choose_mode
 from secure_fvi.density import LogDensity
@@ -72,17 +71,6 @@ def build_problem(
         problem = Problem(own, schema.to(where), layout, density, start, ids, seed, dtype, where, mode, privacy)
         check_program(problem, algorithm.importance_samples)
     return problem
-
-
-def named_silos(silo_ids: Sequence[str] | None, count: int) -> tuple[list[str], tuple[str, ...]]:
-    """The ids of `count` silos, made up where none are given, and the same sorted. Raises InputError for bad ones."""
-    names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(count)]
-    for name in names:
-        if not isinstance(name, str):
-            raise InputError(f"silo ids are texts, not {type(name).__name__}: {name!r}")
-    if len(names) != count:
-        raise InputError(f"{len(names)} silo ids for {count} silos")
-    return names, check_silo_ids(names)
 
 
 def derived_secret(seed: int, owner: bytes) -> bytes:

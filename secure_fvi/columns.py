@@ -43,12 +43,12 @@ from secure_fvi.algorithms.vertical.vertical import (
 from secure_fvi.building import check_common, derived_secret, device_named, numbers_of
 from secure_fvi.compiled import choose_mode
 from secure_fvi.disclosure import disclose
-from secure_fvi.driving import Options, Parties, Run, books_of, goes_on
+from secure_fvi.driving import Options, Parties, Run, books_of, build_guards, goes_on
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Shared, as_tensor, data_columns, is_array
 from secure_fvi.files import write_atomically
-from secure_fvi.guarding import build_guards, silo_secret, strong_enough
+from secure_fvi.guarding import silo_secret, strong_enough
 from secure_fvi.options import check
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.noise import NoiseSource

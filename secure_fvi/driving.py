@@ -1,24 +1,35 @@
-"""The loop over rounds that all algorithms and engines share: options, progress, checkpoints, the end of a job."""
+"""The loop over rounds that all algorithms and engines share: options, progress, checkpoints, the end of a job; and the
+books of a job in one process."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 
+from secure_fvi.aggregation.base import BlockTable
+from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.algorithms.base import Step
 from secure_fvi.checkpoints import Begun, Checkpoints, FolderCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.engines.transport import Transport
-from secure_fvi.errors import InputError
-from secure_fvi.guarding import Books, Guards
-from secure_fvi.options import Count, NotNegative, Says, checked
+from secure_fvi.errors import BudgetError, InputError
+from secure_fvi.guarding import Guards, declared_job
+from secure_fvi.key_files import key_path, load_key
+from secure_fvi.options import Count, NotNegative, Says, check, checked
+from secure_fvi.privacy.gate import Charge, Gate
+from secure_fvi.privacy.ledger import Ledger
+from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.terms import Terms
+from secure_fvi.privacy.witness import Witness
 from secure_fvi.server import Server
 
 #: In a folder of checkpoints, of a private run for which nobody named a ledger.
@@ -26,6 +37,28 @@ _LEDGER = "ledger.sqlite"
 _OBJECTIVE_ROUNDS = 200  # the reported bound is the mean over so many last rounds
 R = TypeVar("R")
 E = TypeVar("E", bound=Transport)
+
+
+@dataclass(frozen=True)
+class Books:
+    """Where a job is charged.
+
+    path: the ledger's file; None stands for one in the folder that the run is kept in, and where it is kept nowhere for
+    a count in memory, of this run alone. data_set: the id under which each silo's
+    policy knows the population; its budget holds across jobs, and where none was set the job brings its own. job: the
+    job's id; a job that goes on after a crash has the same one. block: releases reserved by one durable row, and
+    rounds between two checkpoints; a crash loses what is left of a block.
+    """
+
+    path: Path | None = None
+    data_set: str = "data"
+    job: str = "job"
+    block: Count = 8
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, str):
+            object.__setattr__(self, "path", Path(self.path))
+        check(self)
 
 
 class Options(TypedDict, total=False):
@@ -276,3 +309,94 @@ def _restore(server: Server, engine: Transport, checkpoints: Checkpoints) -> _Do
     done: _Done = states["run"]
     engine.exchanges, engine.bytes_up, engine.bytes_down = done.exchanges, done.bytes_up, done.bytes_down
     return done
+
+
+# ----
+# A job's books, where one process plays all silos
+
+
+def build_guards(
+    silos: Sequence[str],
+    tables: Mapping[str, BlockTable],
+    terms: Mapping[str, Terms],
+    algorithm: str,
+    books: Books,
+    noise: NoiseSource,
+    rows_of_silos: bool = False,
+    going_on: bool = False,
+) -> Guards:
+    """One gate a silo. Raises BudgetError, and charges nothing, where the budget of any silo does not hold the job.
+    rows_of_silos: as the job's disclosure says (see `Gate`). going_on: the job has rounds behind it, which its ledger
+    must know of; raises InputError where it does not."""
+
+    def gate(silo: str, charge: Charge | None) -> Gate:
+        return Gate(silo, tables, terms, charge, noise, silos=silos, rows_of_silos=rows_of_silos)
+
+    if not terms:
+        return Guards({silo: gate(silo, None) for silo in silos})
+    if books.path is None:
+        return Guards({silo: gate(silo, _in_memory(terms)) for silo in silos})
+    job, own_budget = declared_job(books.job, books.data_set, terms, algorithm, noise)
+    if going_on and not books.path.exists():
+        raise InputError(_unknown(books))
+    ledgers = {silo: Ledger.open(books.path, silo, create=not going_on) for silo in silos}
+    if going_on and any(books.job not in ledger.chain.jobs for ledger in ledgers.values()):
+        raise InputError(_unknown(books))
+    countersign(books.path, ledgers)
+    for ledger in ledgers.values():
+        ledger.check_job(job, default_budget=own_budget)
+    jobs = {
+        silo: ledger.open_job(job, default_budget=own_budget, block=books.block) for silo, ledger in ledgers.items()
+    }
+    gates = {silo: gate(silo, jobs[silo].charge) for silo in silos}
+    return Guards(gates, tuple(jobs.values()), ledgers, functools.partial(countersign, books.path, ledgers))
+
+
+def _unknown(books: Books) -> str:
+    return (
+        f"the ledger '{books.path}' knows nothing of job '{books.job}', which has rounds behind it; resume with the "
+        "books that it was charged to, or begin anew in another folder"
+    )
+
+
+def _in_memory(terms: Mapping[str, Terms]) -> Charge:
+    left = {phase: t.releases for phase, t in terms.items()}
+
+    def charge(phase: str, index: int) -> None:
+        if not left[phase]:
+            raise BudgetError(
+                f"all {terms[phase].releases} releases of this job are spent; raise retries, or plan for more rounds"
+            )
+        left[phase] -= 1
+
+    return charge
+
+
+# A chain cannot tell by itself that its tail was cut or that it is an old copy; another party that has seen it can. The
+# statements and receipts are the bytes that institutions would exchange.
+
+#: Others that countersign a ledger: enough that one of them is honest, few enough to cost nothing.
+WITNESSES = 2
+
+
+def countersign(path: Path, ledgers: Mapping[str, Ledger]) -> None:
+    """Have each ledger in the file `path` countersigned by the silos that follow it in the order of their names.
+
+    Raises ProtocolError, before anything is charged if called then, for a ledger that was cut or rolled back.
+    """
+    names = sorted(ledgers)
+    others = {
+        name: [names[(i + k) % len(names)] for k in range(1, min(WITNESSES, len(names) - 1) + 1)]
+        for i, name in enumerate(names)
+    }
+    for witness_name in names:
+        identity = load_key(key_path(path, witness_name))
+        store = SqliteStore(key_path(path, witness_name).with_suffix(".seen"))
+        witness = Witness(witness_name, identity, store)
+        for name, asked in others.items():
+            if witness_name in asked:
+                ledger = ledgers[name]
+                key = ledger.chain.public_key
+                receipt = witness.countersign(ledger.statement(witness.length(key)), key)
+                ledger.add_receipt(receipt, identity.public_key)
+        store.close()

@@ -502,25 +502,6 @@ def check_repeats(rows: Mapping[str, Tensor], silo: str, named: Iterable[str] | 
     )
 
 
-def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
-    """A silo's record ids as int64 (N,). Raises DataError, which counts rows, where some are not whole numbers."""
-    try:
-        found = torch.as_tensor(ids).cpu().numpy()
-    except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record") from None
-    if found.ndim != 1 or found.dtype.kind not in "iuf":
-        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record")
-    bad = int((~(found >= 0) | (found % 1 != 0) | (found >= 2**63)).sum())
-    long = int(rounded(found).sum())
-    if long and not bad:
-        raise DataError(
-            f"silo '{silo}': record_ids are floats of too many digits to be told apart in {long} of {len(found)} rows"
-        )
-    if bad:
-        raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
-    return found.astype(np.int64)
-
-
 def cohort_digest(rows: Mapping[str, Tensor | npt.NDArray[Any]], key: bytes = b"") -> bytes:
     """32 bytes that stand for the rows in use, (N, ...) each, whatever their order; a row more, less or other changes
     them.

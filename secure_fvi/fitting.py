@@ -19,23 +19,34 @@ from pydantic import AfterValidator, Field, StrictBool
 from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
-from secure_fvi.aggregation.base import SecureSum
+from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.natural import NoStart
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.building import Machine, build_problem, check_common, derived_secret, named_silos, numbers_of, work_of
+from secure_fvi.building import Machine, build_problem, check_common, derived_secret, numbers_of, work_of
 from secure_fvi.checkpoints import Begun, options_of, text_of
 from secure_fvi.columns import Columns, VerticalResult, column_parties, column_result
 from secure_fvi.compiled import choose_threads
 from secure_fvi.disclosure import disclose
 from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.draws import LocalPosterior
-from secure_fvi.driving import Options, Parties, Progress, Run, books_of, complete, goes_on, kept_in
+from secure_fvi.driving import (
+    Books,
+    Options,
+    Parties,
+    Progress,
+    Run,
+    books_of,
+    build_guards,
+    complete,
+    goes_on,
+    kept_in,
+)
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
-from secure_fvi.errors import AggregationError, InputError, SecureFVIError, SecureFVIWarning
+from secure_fvi.errors import AggregationError, DataError, InputError, SecureFVIError, SecureFVIWarning
 from secure_fvi.families.gaussian import FULL_UP_TO
 from secure_fvi.federated_model import (
     Data,
@@ -44,9 +55,9 @@ from secure_fvi.federated_model import (
     check_repeats,
     check_schemas_agree,
     read_data,
-    whole_ids,
+    rounded,
 )
-from secure_fvi.guarding import Books, build_guards, silo_secret, strong_enough, warn_of_large_delta
+from secure_fvi.guarding import silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.options import Says, checked
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
@@ -442,3 +453,33 @@ def fit_alone(
         )
         for name, data, own in zip(names, silos, ids, strict=True)
     }  # fmt: skip
+
+
+def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
+    """A silo's record ids as int64 (N,). Raises DataError, which counts rows, where some are not whole numbers."""
+    try:
+        found = torch.as_tensor(ids).cpu().numpy()
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record") from None
+    if found.ndim != 1 or found.dtype.kind not in "iuf":
+        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record")
+    bad = int((~(found >= 0) | (found % 1 != 0) | (found >= 2**63)).sum())
+    long = int(rounded(found).sum())
+    if long and not bad:
+        raise DataError(
+            f"silo '{silo}': record_ids are floats of too many digits to be told apart in {long} of {len(found)} rows"
+        )
+    if bad:
+        raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
+    return found.astype(np.int64)
+
+
+def named_silos(silo_ids: Sequence[str] | None, count: int) -> tuple[list[str], tuple[str, ...]]:
+    """The ids of `count` silos, made up where none are given, and the same sorted. Raises InputError for bad ones."""
+    names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(count)]
+    for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"silo ids are texts, not {type(name).__name__}: {name!r}")
+    if len(names) != count:
+        raise InputError(f"{len(names)} silo ids for {count} silos")
+    return names, check_silo_ids(names)

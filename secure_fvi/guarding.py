@@ -7,45 +7,17 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-from secure_fvi.aggregation.base import BlockTable, SecureSum
-from secure_fvi.aggregation.store import SqliteStore
+from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.disclosure import Disclosure
-from secure_fvi.errors import BudgetError, InputError, SecureFVIWarning
-from secure_fvi.key_files import key_path, load_key
-from secure_fvi.options import Count, check
+from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.privacy.accounting import smallest_budget
-from secure_fvi.privacy.gate import Charge, Gate
+from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
 from secure_fvi.privacy.ledger_terms import Budget
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.terms import Terms, description
-from secure_fvi.privacy.witness import Witness
-
-
-@dataclass(frozen=True)
-class Books:
-    """Where a job is charged.
-
-    path: the ledger's file; None stands for one in the folder that the run is kept in, and where it is kept nowhere for
-    a count in memory, of this run alone. data_set: the id under which each silo's
-    policy knows the population; its budget holds across jobs, and where none was set the job brings its own. job: the
-    job's id; a job that goes on after a crash has the same one. block: releases reserved by one durable row, and
-    rounds between two checkpoints; a crash loses what is left of a block.
-    """
-
-    path: Path | None = None
-    data_set: str = "data"
-    job: str = "job"
-    block: Count = 8
-
-    def __post_init__(self) -> None:
-        if isinstance(self.path, str):
-            object.__setattr__(self, "path", Path(self.path))
-        check(self)
 
 
 class Guards(NamedTuple):
@@ -54,7 +26,7 @@ class Guards(NamedTuple):
     gates: Mapping[str, Gate]
     jobs: Sequence[OpenJob] = ()
     ledgers: Mapping[str, Ledger] = {}
-    path: Path | None = None
+    at_end: Callable[[], None] | None = None  # what becomes of ledgers that this process keeps for all
     holder: Guards | None = None  # of a party that is no silo and releases too: it holds a private response
 
     @property
@@ -71,8 +43,8 @@ class Guards(NamedTuple):
     def close(self, outcome: str) -> None:
         for job in self.jobs:
             job.close(outcome)
-        if self.path is not None:
-            countersign(self.path, self.ledgers)
+        if self.at_end is not None:
+            self.at_end()
         for ledger in self.ledgers.values():
             ledger.close()
         if self.holder is not None:
@@ -85,50 +57,6 @@ def strong_enough(aggregation: SecureSum, found: Disclosure) -> SecureSum:
         return aggregation
     least = max(found.at_least, aggregation.min_cohort)  # type: ignore[attr-defined]
     return dataclasses.replace(aggregation, min_cohort=least, max_missing=found.missing)  # type: ignore[type-var]
-
-
-def build_guards(
-    silos: Sequence[str],
-    tables: Mapping[str, BlockTable],
-    terms: Mapping[str, Terms],
-    algorithm: str,
-    books: Books,
-    noise: NoiseSource,
-    rows_of_silos: bool = False,
-    going_on: bool = False,
-) -> Guards:
-    """One gate a silo. Raises BudgetError, and charges nothing, where the budget of any silo does not hold the job.
-    rows_of_silos: as the job's disclosure says (see `Gate`). going_on: the job has rounds behind it, which its ledger
-    must know of; raises InputError where it does not."""
-
-    def gate(silo: str, charge: Charge | None) -> Gate:
-        return Gate(silo, tables, terms, charge, noise, silos=silos, rows_of_silos=rows_of_silos)
-
-    if not terms:
-        return Guards({silo: gate(silo, None) for silo in silos})
-    if books.path is None:
-        return Guards({silo: gate(silo, _in_memory(terms)) for silo in silos})
-    job, own_budget = declared_job(books.job, books.data_set, terms, algorithm, noise)
-    if going_on and not books.path.exists():
-        raise InputError(_unknown(books))
-    ledgers = {silo: Ledger.open(books.path, silo, create=not going_on) for silo in silos}
-    if going_on and any(books.job not in ledger.chain.jobs for ledger in ledgers.values()):
-        raise InputError(_unknown(books))
-    countersign(books.path, ledgers)
-    for ledger in ledgers.values():
-        ledger.check_job(job, default_budget=own_budget)
-    jobs = {
-        silo: ledger.open_job(job, default_budget=own_budget, block=books.block) for silo, ledger in ledgers.items()
-    }
-    gates = {silo: gate(silo, jobs[silo].charge) for silo in silos}
-    return Guards(gates, tuple(jobs.values()), ledgers, books.path)
-
-
-def _unknown(books: Books) -> str:
-    return (
-        f"the ledger '{books.path}' knows nothing of job '{books.job}', which has rounds behind it; resume with the "
-        "books that it was charged to, or begin anew in another folder"
-    )
 
 
 def declared_job(
@@ -159,52 +87,6 @@ def warn_of_large_delta(terms: Mapping[str, Terms], sizes: Mapping[str, int]) ->
             )
 
 
-def _in_memory(terms: Mapping[str, Terms]) -> Charge:
-    left = {phase: t.releases for phase, t in terms.items()}
-
-    def charge(phase: str, index: int) -> None:
-        if not left[phase]:
-            raise BudgetError(
-                f"all {terms[phase].releases} releases of this job are spent; raise retries, or plan for more rounds"
-            )
-        left[phase] -= 1
-
-    return charge
-
-
 def silo_secret(derived: Callable[[], bytes], private: bool, noise_key: bytes | None) -> bytes:
     """A silo's sampling secret. Under privacy it never follows from the seed: who knows a batch knows too much."""
     return os.urandom(32) if private and noise_key is None else derived()
-
-
-# ----
-# Silos countersign each other's ledgers when a job starts and when it ends, where one process plays them all
-#
-# A chain cannot tell by itself that its tail was cut or that it is an old copy; another party that has seen it can. The
-# statements and receipts are the bytes that institutions would exchange.
-
-#: Others that countersign a ledger: enough that one of them is honest, few enough to cost nothing.
-WITNESSES = 2
-
-
-def countersign(path: Path, ledgers: Mapping[str, Ledger]) -> None:
-    """Have each ledger in the file `path` countersigned by the silos that follow it in the order of their names.
-
-    Raises ProtocolError, before anything is charged if called then, for a ledger that was cut or rolled back.
-    """
-    names = sorted(ledgers)
-    others = {
-        name: [names[(i + k) % len(names)] for k in range(1, min(WITNESSES, len(names) - 1) + 1)]
-        for i, name in enumerate(names)
-    }
-    for witness_name in names:
-        identity = load_key(key_path(path, witness_name))
-        store = SqliteStore(key_path(path, witness_name).with_suffix(".seen"))
-        witness = Witness(witness_name, identity, store)
-        for name, asked in others.items():
-            if witness_name in asked:
-                ledger = ledgers[name]
-                key = ledger.chain.public_key
-                receipt = witness.countersign(ledger.statement(witness.length(key)), key)
-                ledger.add_receipt(receipt, identity.public_key)
-        store.close()

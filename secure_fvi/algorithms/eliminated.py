@@ -23,7 +23,6 @@ from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import LogDensity
 from secure_fvi.families import Params
-from secure_fvi.objective import SiloFunction, SiloGradient
 
 #: Silo latents up to which they are eliminated: a Hessian is as many backward passes, at each draw.
 UP_TO = 64
@@ -66,7 +65,7 @@ def to_mode(joint: Joint, start: Tensor, z_global: Tensor, steps: int) -> tuple[
     at, height = _likelier(joint, z_global, at, height, torch.zeros_like(start)[None])
     found = curved(joint, at, z_global)
     for _ in range(steps):
-        step = _solved(found.lower, found.slope)
+        step = solved(found.lower, found.slope)
         tried = torch.stack([at + share * step for share in SHARES])
         at, height = _likelier(joint, z_global, at, height, tried)
         found = curved(joint, at, z_global)
@@ -103,7 +102,7 @@ def silo_params(at: Tensor, found: Curved, like: Params) -> Params:
     return new
 
 
-def _solved(lower: Tensor, right: Tensor) -> Tensor:
+def solved(lower: Tensor, right: Tensor) -> Tensor:
     return torch.cholesky_solve(right.unsqueeze(-1), lower).squeeze(-1)
 
 
@@ -115,52 +114,3 @@ def joint_of(density: LogDensity, theta: Params, rows: Params, weights: Tensor) 
         return (torch.where(weights > 0, terms.records, 0.0) * weights).sum() + terms.silo
 
     return joint
-
-
-def marginal_gradient(density: LogDensity) -> SiloFunction:
-    """As `objective.silo_gradient`, of log p(y_j | Z_G) itself. `silo` of what it gives is no gradient but q(Z_S | Z_G)
-    as it is around this Z_G, relative to the mean of Z_G that what it was given is relative to.
-
-    The slope of log det H is the mean of that of w' H w over w = H^(-1/2) signs (Hutchinson 1990), at the signs of
-    eps_S: without noise where groups are apart from each other, as nested ones are, and at the cost of one latent.
-    """
-
-    def run(
-        z_global: Tensor, shift: Tensor, theta: Params, local_params: Params, silo: Params, rows: Params,
-        weights: Tensor, eps_local: Tensor, eps_silo: Tensor,
-    ) -> SiloGradient:  # fmt: skip
-        start = silo["loc"][0] + (silo["coupling"][0] @ shift if "coupling" in silo else 0.0)
-        at, found = to_mode(joint_of(density, theta, rows, weights), start, z_global, STEPS)
-        signs = torch.where(eps_silo[0] < 0, -1.0, 1.0).to(at).unsqueeze(-1)
-        w = torch.linalg.solve_triangular(found.lower.mT, signs, upper=True).squeeze(-1)
-
-        def slope_of(z_global: Tensor, theta: Params) -> tuple[Tensor, Tensor]:
-            joint = joint_of(density, theta, rows, weights)
-            slope = torch.func.grad(joint)(at, z_global)
-            mode = at + _solved(found.lower, slope)  # whose derivatives in Z_G and theta are the mode's
-            height = joint(mode, z_global)
-            pull = vjp(lambda z: torch.func.grad(joint)(z, z_global), mode)[1]
-            return height + 0.5 * (pull(w)[0] * w).sum(), height
-
-        of_global, of_theta, height = _slopes(slope_of, z_global, theta)
-        value = height - found.lower.diagonal().log().sum() + 0.5 * len(at) * math.log(2 * math.pi)
-        new = silo_params(at, found, silo)
-        if "coupling" in new:
-            new["loc"] = new["loc"] - new["coupling"][0] @ shift
-        return SiloGradient(value, of_global, torch.zeros_like(of_global), of_theta, {}, new)
-
-    return run
-
-
-def _slopes(
-    fn: Callable[[Tensor, Params], tuple[Tensor, Tensor]], z: Tensor, theta: Params
-) -> tuple[Tensor, Params, Tensor]:
-    """The gradient of the first of what `fn` gives, in both, and the second."""
-    (of_z, of_theta), second = torch.func.grad(fn, argnums=(0, 1), has_aux=True)(z, theta)
-    return of_z, of_theta, second
-
-
-def at_mean(density: LogDensity, mean: Tensor, theta: Params, silo: Params, rows: Params, weights: Tensor) -> Params:
-    """q(Z_S | Z_G) around that mean of Z_G, from parameters that are relative to it."""
-    at, found = to_mode(joint_of(density, theta, rows, weights), silo["loc"][0], mean, FROM_AFAR)
-    return silo_params(at, found, silo)

@@ -23,7 +23,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from secure_fvi.aggregation.base import Block, FloatArray
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Problem, SiloView
-from secure_fvi.algorithms.eliminated import at_mean, eliminates, marginal_gradient
+from secure_fvi.algorithms.eliminated import FROM_AFAR, STEPS, eliminates, joint_of, silo_params, solved, to_mode
 from secure_fvi.algorithms.natural import (
     Natural,
     distance,
@@ -40,11 +40,12 @@ from secure_fvi.algorithms.stationarity import SiloSlope
 from secure_fvi.algorithms.structured import local_units
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.compiled import Traced, waiting
+from secure_fvi.density import LogDensity
 from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional, Full, LocalFamily, Params, global_family
 from secure_fvi.families.conditional import ENCODER
 from secure_fvi.families.gaussian import INITIAL_SCALE, unit_lower
-from secure_fvi.objective import SiloFunction, silo_gradient, vjp
+from secure_fvi.objective import SiloFunction, SiloGradient, silo_gradient, vjp
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
 from secure_fvi.randomness import start_draws
@@ -1083,3 +1084,55 @@ def fisher_times(q: Natural, change: Natural) -> Natural:
 
     shift, precision = jvp(mean_parameters, (q.shift, q.precision), (change.shift, change.precision))[1]
     return Natural(shift, precision)
+
+
+# ---- where silos' own latents are integrated out (`eliminated`) ----
+
+
+def marginal_gradient(density: LogDensity) -> SiloFunction:
+    """As `objective.silo_gradient`, of log p(y_j | Z_G) itself. `silo` of what it gives is no gradient but q(Z_S | Z_G)
+    as it is around this Z_G, relative to the mean of Z_G that what it was given is relative to.
+
+    The slope of log det H is the mean of that of w' H w over w = H^(-1/2) signs (Hutchinson 1990), at the signs of
+    eps_S: without noise where groups are apart from each other, as nested ones are, and at the cost of one latent.
+    """
+
+    def run(
+        z_global: Tensor, shift: Tensor, theta: Params, local_params: Params, silo: Params, rows: Params,
+        weights: Tensor, eps_local: Tensor, eps_silo: Tensor,
+    ) -> SiloGradient:  # fmt: skip
+        start = silo["loc"][0] + (silo["coupling"][0] @ shift if "coupling" in silo else 0.0)
+        at, found = to_mode(joint_of(density, theta, rows, weights), start, z_global, STEPS)
+        signs = torch.where(eps_silo[0] < 0, -1.0, 1.0).to(at).unsqueeze(-1)
+        w = torch.linalg.solve_triangular(found.lower.mT, signs, upper=True).squeeze(-1)
+
+        def slope_of(z_global: Tensor, theta: Params) -> tuple[Tensor, Tensor]:
+            joint = joint_of(density, theta, rows, weights)
+            slope = torch.func.grad(joint)(at, z_global)
+            mode = at + solved(found.lower, slope)  # whose derivatives in Z_G and theta are the mode's
+            height = joint(mode, z_global)
+            pull = torch.func.vjp(lambda z: torch.func.grad(joint)(z, z_global), mode)[1]
+            return height + 0.5 * (pull(w)[0] * w).sum(), height
+
+        of_global, of_theta, height = _slopes(slope_of, z_global, theta)
+        value = height - found.lower.diagonal().log().sum() + 0.5 * len(at) * math.log(2 * math.pi)
+        new = silo_params(at, found, silo)
+        if "coupling" in new:
+            new["loc"] = new["loc"] - new["coupling"][0] @ shift
+        return SiloGradient(value, of_global, torch.zeros_like(of_global), of_theta, {}, new)
+
+    return run
+
+
+def _slopes(
+    fn: Callable[[Tensor, Params], tuple[Tensor, Tensor]], z: Tensor, theta: Params
+) -> tuple[Tensor, Params, Tensor]:
+    """The gradient of the first of what `fn` gives, in both, and the second."""
+    (of_z, of_theta), second = torch.func.grad(fn, argnums=(0, 1), has_aux=True)(z, theta)
+    return of_z, of_theta, second
+
+
+def at_mean(density: LogDensity, mean: Tensor, theta: Params, silo: Params, rows: Params, weights: Tensor) -> Params:
+    """q(Z_S | Z_G) around that mean of Z_G, from parameters that are relative to it."""
+    at, found = to_mode(joint_of(density, theta, rows, weights), silo["loc"][0], mean, FROM_AFAR)
+    return silo_params(at, found, silo)

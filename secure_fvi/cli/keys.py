@@ -103,9 +103,8 @@ def init(name: str, role: str, home: Path, addresses: tuple[str, ...], ask_passp
     Keys are encrypted: with SECURE_FVI_PASSPHRASE, what the file SECURE_FVI_KEY_FILE holds, or what is typed.
     """
     from secure_fvi.deployment.home import Home
-    from secure_fvi.deployment.keeping import request_text
+    from secure_fvi.deployment.keeping import request_text, write_template
     from secure_fvi.deployment.names import ROLES, write_bytes
-    from secure_fvi.deployment.policy import write_template
 
     secret = passphrase(None, ask_passphrase, new=not unsealed)
     made = Home.create(home, name, next(r for r in ROLES if r == role), addresses, secret, unsealed)
@@ -214,9 +213,9 @@ def make(
 ) -> None:
     """Write a roster of the sites whose REQUESTS are given. It counts once all of them have signed it."""
     from secure_fvi.deployment.consortium import Sums, parse_roster, write_roster
-    from secure_fvi.deployment.keeping import read_request
+    from secure_fvi.deployment.keeping import check_changes, read_request
     from secure_fvi.deployment.names import now, read_bytes, write_bytes
-    from secure_fvi.deployment.rotation import check_changes, read_succession
+    from secure_fvi.deployment.rotation import read_succession
     from secure_fvi.errors import InputError
 
     before = None if previous is None else parse_roster(read_bytes(previous, "the roster before"), f"'{previous}'")

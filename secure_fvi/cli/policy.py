@@ -72,7 +72,7 @@ def policy() -> None:
 @home_option
 def init(home: Path) -> None:
     """Write a policy that allows nothing, to be edited."""
-    from secure_fvi.deployment.policy import write_template
+    from secure_fvi.deployment.keeping import write_template
 
     write_template(home / "policy.toml")
     click.echo(f"{home / 'policy.toml'}: allows nothing yet; edit it")

@@ -1,4 +1,4 @@
-"""What is done to a site's folder: files that come from others are installed, keys rotated, expiry foreseen."""
+"""What is done to a site's folder: files that come from others are installed, keys rotated, a policy begun."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +18,73 @@ from secure_fvi.deployment.certificates import as_text, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, parse_roster
 from secure_fvi.deployment.home import Home, make_tls
 from secure_fvi.deployment.names import Hex32, Hex64, Id, Role, Table, format_time, parse_table, read_bytes, write_bytes
-from secure_fvi.deployment.rotation import Succession, read_succession, succeed
+from secure_fvi.deployment.rotation import LABEL_SUCCESSION, Succession, digest_of, read_succession
 from secure_fvi.deployment.signatures import check_signature, read_signature, sign_roster, signature_folder
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.key_files import create_key, load_key
 from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
+
+TEMPLATE = """\
+# What this site takes part in. Only this site edits this file; a job outside it is refused, whatever a server says.
+# docs/provisioning.md explains each key.
+format = 1
+rosters = []        # hashes of the rosters that this site accepts: secure-fvi keys roster show
+algorithms = []     # such as "sfvi", "sfvi-avg", "pvi"
+aggregations = []   # such as "masked", "homomorphic"; "plain" shows the server each silo's numbers
+min_cohort = 3      # fewer silos in a sum, losses counted: refused
+max_rounds = 0      # more rounds than this in a job, sums before and after them counted: refused
+sandbox = "required"  # "off" runs a model's own code in the process that holds keys and data
+package = "same"    # the server's secure_fvi has to be this site's, file by file; "any", or digests of both
+# silos = "all"        # or a share such as 0.5: a job that asks fewer of the roster's silos is refused
+# must_include = []    # silos without which this site takes no part
+# disclosures = []     # what `secure-fvi policy explain JOB.toml` says that a policy has to list
+# max_missing = 0      # silos that a sum may lack of those asked; left out, what a job's noise allows, of exact sums 0
+# max_unanswered = 3   # jobs on a data set that its records could not answer: which of them did tells of the records
+# max_differences = 0  # sums of a job over fewer silos than it asks: differences of totals come close to single silos
+
+[privacy]
+dp = "required"     # "optional" lets jobs without differential privacy in
+units = ["record"]  # "silo" protects institutions, not persons
+max_epsilon = 1.0   # of one job; the budget of a data set holds over all jobs
+max_delta = 1e-6
+min_noise_multiplier = 0.3
+noise = ["distributed", "silo"]  # "server" trusts the server with sums before noise
+# min_colluders = 1    # silos that may know their shares of distributed noise: a job has to plan for as many
+# max_retries = 20     # sums beyond a job's rounds, paid for by the same epsilon
+
+# A formula that was read and agreed to, in the words of: secure-fvi policy explain JOB.toml
+# [[model]]
+# formula = "wheeze ~ smoke * age + (1 | child)"   # or a list; "any" allows all over the columns of the dictionary
+# family = "bernoulli"   # "gaussian" unless given; or a list, or "any"
+# record = "child"       # where the job names the group that is a record
+# most = { rows = 4 }    # what the job says of it, number for number; "any" allows all
+# priors = { age = [0, 0.5] }   # likewise: a fit starts where priors are, so that jobs with others ask other questions
+
+# Any other model, by its hash: secure-fvi policy hash-model CONFIG
+# [[model]]
+# hash = "64 hexadecimal digits"
+# function = "/srv/models/asthma.py:model"   # this site's copy; leave out for a program that secure-fvi ships
+
+# A population that jobs may use, its file, and what all jobs on it may spend together.
+# [[data]]
+# id = "asthma-2026"
+# path = "/srv/data/asthma.csv"      # or .parquet, .json, .sqlite, .duckdb
+# dictionary = "asthma.toml"         # secure-fvi data describe drafts it, secure-fvi data check tries it
+# query = "SELECT * FROM data WHERE age IS NOT NULL"  # one SELECT over `data`, and over files that `tables` names
+# columns = { data = ["age", "smoker"] }  # of JSON: what the query sees; unless given, the dictionary's columns
+# missing = "drop"                   # leaves out rows with a gap, which are refused otherwise
+# cohort = "pinned"                  # refuses a job on other rows than the first one's; "said" notes it in the log
+# epsilon = 3.0
+# delta = 1e-6
+# unit = "record"
+# predictor = "dose.py:effect"      # of a vertical job: this silo's own program, for which sandbox has to be "off"
+# alignment = { column = "person" } # of a vertical job: as its [alignment], which says what identifies people
+# largest = 1048576                 # identifiers that each other party may test against this site's, in one job
+# matchings = 10                    # jobs for which the data set is matched
+# fewest = 100                      # people that all must have in common: the server names who they are
+# from_job = []   # without a path: "partition", "data" where a job may say which of a program's records are this site's
+"""
 
 
 def request_text(home: Home) -> str:
@@ -221,3 +282,65 @@ def read_request(content: bytes, source: str) -> Member:
 
 def _statement(name: str, role: str, identity: str, certificate: str) -> bytes:
     return hashlib.sha256(msgpack.packb([name, role, bytes.fromhex(identity), certificate])).digest()
+
+
+def succeed(member: str, before: Identity, after: Identity, now: datetime.datetime) -> bytes:
+    """A succession file: from one identity to the next."""
+    made = format_time(now)
+    statement = LABEL_SUCCESSION + digest_of(member, before.public_key + after.public_key, made)
+    return wording.dumps(
+        {
+            "format": 1,
+            "kind": "identity-succession",
+            "member": member,
+            "before": before.public_key.hex(),
+            "after": after.public_key.hex(),
+            "made": made,
+            "signature": before.sign(statement).hex(),
+            "signature_after": after.sign(statement).hex(),
+        }
+    ).encode()
+
+
+def check_changes(
+    before: ConsortiumRoster, members: Iterable[Member], successions: Iterable[Succession], replaced: Iterable[str] = ()
+) -> list[str]:
+    """What a roster after `before` changes, in lines for people.
+
+    Raises ProtocolError for a member whose identity changed with no succession, unless `replaced` names it: its key was
+    lost, and the new one is checked by voice.
+    """
+    lines, known, allowed = [], list(successions), set(replaced)
+    now = {m.id: m for m in members}
+    for name, old in before.members.items():
+        new = now.get(name)
+        if new is None:
+            lines.append(f"{name}: leaves")
+        elif new.identity != old.identity:
+            announced = any(
+                s.member == name and s.before == old.identity_key and s.after == new.identity_key for s in known
+            )
+            if not announced and name not in allowed:
+                raise ProtocolError(
+                    f"'{name}' has another identity than in roster {before.serial}, not announced by its old one; "
+                    f"give its succession file, or say --replace {name} if the old key is lost"
+                )
+            lines.append(f"{name}: new identity, {'announced by the old' if announced else 'NOT announced by the old'}")
+        elif new.role != old.role:
+            lines.append(f"{name}: {old.role} becomes {new.role}")
+        elif new.tls_key != old.tls_key:
+            lines.append(f"{name}: new TLS key")
+    return lines + [f"{name}: joins" for name in now if name not in before.members]
+
+
+def write_template(path: Path) -> None:
+    """A new policy that allows nothing. Raises InputError where there is a policy already."""
+    try:
+        with path.open("x") as file:
+            file.write(TEMPLATE)
+    except FileExistsError:
+        raise InputError(f"'{path}' is there already; edit it") from None
+    except OSError as error:
+        hint = "; `secure-fvi keys init` makes a site's folder" if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"cannot write '{path}': {error.strerror}{hint}") from None
+    path.chmod(0o600)

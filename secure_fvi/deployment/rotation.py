@@ -1,5 +1,5 @@
-"""A new identity for a member that is known already, announced by the one that the others trust, and what a roster
-changes. "My identity is from now on ..." is signed by the old identity and by the new, and enters the next roster."""
+"""A new identity for a member that is known already, announced by the one that the others trust (`keeping.succeed`):
+"My identity is from now on ..." is signed by the old identity and by the new, and enters the next roster."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Literal, NamedTuple
 
 import msgpack
 
-from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment.consortium import ConsortiumRoster, Member
-from secure_fvi.deployment.names import Hex32, Hex64, Id, Table, Time, format_time, parse_table, parse_time
+from secure_fvi.deployment.consortium import Member
+from secure_fvi.deployment.names import Hex32, Hex64, Id, Table, Time, parse_table, parse_time
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy.chain import signed
-from secure_fvi.runs import wording
 
 LABEL_SUCCESSION = b"secure-fvi/identity-succession/1/"
 
@@ -42,24 +40,6 @@ class _SuccessionFile(Table):
     signature_after: Hex64
 
 
-def succeed(member: str, before: Identity, after: Identity, now: datetime.datetime) -> bytes:
-    """A succession file: from one identity to the next."""
-    made = format_time(now)
-    statement = LABEL_SUCCESSION + _digest(member, before.public_key + after.public_key, made)
-    return wording.dumps(
-        {
-            "format": 1,
-            "kind": "identity-succession",
-            "member": member,
-            "before": before.public_key.hex(),
-            "after": after.public_key.hex(),
-            "made": made,
-            "signature": before.sign(statement).hex(),
-            "signature_after": after.sign(statement).hex(),
-        }
-    ).encode()
-
-
 def read_succession(content: bytes, source: str) -> Succession:
     """Raises InputError where there is none, ProtocolError unless both identities signed it."""
     f = parse_table(content, _SuccessionFile, source)
@@ -71,7 +51,7 @@ def read_succession(content: bytes, source: str) -> Succession:
         bytes.fromhex(f.signature),
         bytes.fromhex(f.signature_after),
     )
-    statement = _digest(f.member, found.before + found.after, f.made)
+    statement = digest_of(f.member, found.before + found.after, f.made)
     for key, signature in ((found.before, found.signature), (found.after, found.signature_after)):
         if not signed(key, LABEL_SUCCESSION, statement, signature):
             raise ProtocolError(f"{source}: the succession of '{f.member}' is not signed by both identities")
@@ -89,36 +69,5 @@ def keys_of(member: Member, known: Iterable[Succession]) -> tuple[bytes, ...]:
         keys.append(before)
 
 
-def check_changes(
-    before: ConsortiumRoster, members: Iterable[Member], successions: Iterable[Succession], replaced: Iterable[str] = ()
-) -> list[str]:
-    """What a roster after `before` changes, in lines for people.
-
-    Raises ProtocolError for a member whose identity changed with no succession, unless `replaced` names it: its key was
-    lost, and the new one is checked by voice.
-    """
-    lines, known, allowed = [], list(successions), set(replaced)
-    now = {m.id: m for m in members}
-    for name, old in before.members.items():
-        new = now.get(name)
-        if new is None:
-            lines.append(f"{name}: leaves")
-        elif new.identity != old.identity:
-            announced = any(
-                s.member == name and s.before == old.identity_key and s.after == new.identity_key for s in known
-            )
-            if not announced and name not in allowed:
-                raise ProtocolError(
-                    f"'{name}' has another identity than in roster {before.serial}, not announced by its old one; "
-                    f"give its succession file, or say --replace {name} if the old key is lost"
-                )
-            lines.append(f"{name}: new identity, {'announced by the old' if announced else 'NOT announced by the old'}")
-        elif new.role != old.role:
-            lines.append(f"{name}: {old.role} becomes {new.role}")
-        elif new.tls_key != old.tls_key:
-            lines.append(f"{name}: new TLS key")
-    return lines + [f"{name}: joins" for name in now if name not in before.members]
-
-
-def _digest(member: str, key: bytes, made: str) -> bytes:
+def digest_of(member: str, key: bytes, made: str) -> bytes:
     return hashlib.sha256(msgpack.packb([member, key, made])).digest()

@@ -36,7 +36,7 @@ from secure_fvi.deployment.names import now
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import TRAIL, Exchange, Trail
 from secure_fvi.disclosure import Disclosure, check_carried, disclose
-from secure_fvi.driving import NOTHING_DONE, Parties, Progress, Run
+from secure_fvi.driving import NOTHING_DONE, Books, Parties, Progress, Run
 from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import StreamServer
@@ -45,7 +45,7 @@ from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, Schema, check_schemas_agree
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import result_of
-from secure_fvi.guarding import Books, Guards, strong_enough
+from secure_fvi.guarding import Guards, strong_enough
 from secure_fvi.messages import SUM
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.ledger_terms import LEDGER

@@ -11,10 +11,9 @@ from pathlib import Path
 from secure_fvi.checkpoints import latest_round
 from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.draws import draws_that_fit
-from secure_fvi.driving import Progress
+from secure_fvi.driving import Books, Progress
 from secure_fvi.errors import BudgetError, InputError
 from secure_fvi.files import write_atomically
-from secure_fvi.guarding import Books
 from secure_fvi.results import RunSummary
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import REPORT, RunDirectory

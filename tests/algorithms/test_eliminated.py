@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.eliminated import at_mean, marginal_gradient
-from secure_fvi.algorithms.local_fit import Families, _balanced
+from secure_fvi.algorithms.local_fit import Families, _balanced, at_mean, marginal_gradient
 from secure_fvi.algorithms.pvi import PVIProgram
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.families import conditional

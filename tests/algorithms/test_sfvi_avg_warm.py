@@ -13,9 +13,9 @@ import secure_fvi as sf
 from secure_fvi.algorithms.base import ROUND_PHASE
 from secure_fvi.algorithms.sfvi import OWN_DRAWS
 from secure_fvi.algorithms.sfvi_avg import COUNT, MERGE
+from secure_fvi.driving import Books
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
-from secure_fvi.guarding import Books
 from secure_fvi.privacy.accounting import epsilon
 from secure_fvi.privacy.events import Composed
 from secure_fvi.privacy.ledger import Ledger

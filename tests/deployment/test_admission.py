@@ -22,6 +22,7 @@ from secure_fvi.deployment.countersigning import records_keys
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import (
     accept,
+    check_changes,
     expiring,
     install,
     make_request,
@@ -31,7 +32,7 @@ from secure_fvi.deployment.keeping import (
     sign,
 )
 from secure_fvi.deployment.names import format_time
-from secure_fvi.deployment.rotation import check_changes, read_succession
+from secure_fvi.deployment.rotation import read_succession
 from secure_fvi.deployment.site_job import job_folder
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.files import make_private

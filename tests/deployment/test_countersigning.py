@@ -16,8 +16,7 @@ from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.deployment import countersigning, keeping
 from secure_fvi.deployment.countersigning import answer, countersign, open_ledger, open_trail, open_witness
 from secure_fvi.deployment.home import Home
-from secure_fvi.deployment.keeping import install
-from secure_fvi.deployment.rotation import succeed
+from secure_fvi.deployment.keeping import install, succeed
 from secure_fvi.deployment.trail import TRAIL, Exchange, JobEntry, Trail
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.errors import ProtocolError

@@ -13,7 +13,7 @@ from deployment_world import NOW, World
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import main
 from secure_fvi.deployment.countersigning import open_trail
-from secure_fvi.deployment.rotation import succeed
+from secure_fvi.deployment.keeping import succeed
 from secure_fvi.deployment.trail import Exchange, JobEntry, Trail
 
 SITES = ("east", "north", "south", "hub")

@@ -14,7 +14,8 @@ from test_formula_sites import FORMULA, Study
 
 from secure_fvi.cli import cli
 from secure_fvi.deployment.deciding import Decision
-from secure_fvi.deployment.policy import TEMPLATE, read_policy
+from secure_fvi.deployment.keeping import TEMPLATE
+from secure_fvi.deployment.policy import read_policy
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import Privacy
 from secure_fvi.runs.records import formula_model, formula_part

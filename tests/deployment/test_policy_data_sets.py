@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secure_fvi.deployment.policy import TEMPLATE, read_policy
+from secure_fvi.deployment.keeping import TEMPLATE
+from secure_fvi.deployment.policy import read_policy
 from secure_fvi.errors import InputError
 from secure_fvi.runs import wording
 

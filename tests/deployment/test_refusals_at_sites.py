@@ -46,10 +46,9 @@ from secure_fvi.deployment.deciding import job_entry
 from secure_fvi.deployment.holding import DurableSilo
 from secure_fvi.deployment.home import Home, check_private
 from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
-from secure_fvi.deployment.keeping import install, sign
+from secure_fvi.deployment.keeping import install, sign, write_template
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import Table, parse_table, read_bytes, write_bytes
-from secure_fvi.deployment.policy import write_template
 from secure_fvi.deployment.serving import Hub, remote_federation
 from secure_fvi.deployment.session_messages import (
     CODEC,

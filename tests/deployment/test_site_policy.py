@@ -20,8 +20,9 @@ from secure_fvi.deployment import deciding
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry, logged_policy
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
+from secure_fvi.deployment.keeping import write_template
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.policy import SitePolicy, read_policy, write_template
+from secure_fvi.deployment.policy import SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check, check_terms, unjudged
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.deployment.trail_verify import rows, verify

@@ -23,8 +23,9 @@ from secure_fvi.cli import main
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.going import Going, Stand, Teller, read_going
 from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.keeping import write_template
 from secure_fvi.deployment.names import now
-from secure_fvi.deployment.policy import read_policy, write_template
+from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.status import Monitor, Reader, SiteCollector
 from secure_fvi.deployment.trail import Exchange, JobEntry
 from secure_fvi.driving import Progress

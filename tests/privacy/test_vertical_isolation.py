@@ -20,8 +20,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import compiled
-from secure_fvi.algorithms import by_record
-from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Vertical
+from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Vertical, steps
 from secure_fvi.compiled import TRACE_AFTER_CALLS, Traced
 from secure_fvi.fitting import build_parties
 
@@ -68,7 +67,7 @@ def test_a_person_on_whom_a_predictor_fails_moves_no_other() -> None:
 
 def test_people_evaluated_again_in_another_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    monkeypatch.setattr(by_record, "evaluated", _one_by_one)
+    monkeypatch.setattr(steps, "evaluated", _one_by_one)
     assert _failing_gaps().max() > 2
 
 
@@ -107,7 +106,7 @@ def _parties(config: Vertical, x: Tensor, y: Tensor, likelihood: Bernoulli, priv
 def test_a_label_on_which_a_likelihood_fails_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = _pulls(1.0)
     assert torch.equal(_pulls(5.0), usual)
-    monkeypatch.setattr(by_record, "evaluated", _one_by_one)  # the control
+    monkeypatch.setattr(steps, "evaluated", _one_by_one)  # the control
     assert float((_pulls(5.0) - usual).abs().max()) > 2
 
 
@@ -161,7 +160,7 @@ def test_blocks_have_one_shape_whatever_the_people(count: int) -> None:
             raise RuntimeError
         return records * shared
 
-    apart = by_record.ByRecord(function, lambda n: torch.ones(n, dtype=torch.float64), "eager", "it")
+    apart = steps.ByRecord(function, lambda n: torch.ones(n, dtype=torch.float64), "eager", "it")
     records = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected, size = records * 3, {1: 1, 40: 40, 513: 257}[count]
     for k in (None, 0, count - 1):

@@ -13,11 +13,10 @@ import secure_fvi as sf
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Categorical, Integrated, MeanField, Poisson, Vertical
 from secure_fvi.algorithms.vertical.steps import Incoming, Noise, SiloParams
 from secure_fvi.algorithms.vertical.vertical import HIDDEN_PHASE, VerticalProgram
-from secure_fvi.driving import Parties
+from secure_fvi.driving import Books, Parties
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import AggregationError, BudgetError, InputError
 from secure_fvi.fitting import build_parties
-from secure_fvi.guarding import Books
 from secure_fvi.privacy.report import read_report
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")

@@ -36,11 +36,11 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms import stopping
 from secure_fvi.algorithms.base import PRIVATE, Broadcast, Phase, Posterior, Step, Verdict, choose_cohort
-from secure_fvi.algorithms.by_record import ByRecord
 from secure_fvi.algorithms.kit import Answer, Program, RowAnswer, Sum, Totals
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, RecordSlopes, marginal, slopes_by_record
 from secure_fvi.algorithms.vertical.predictors import Amortised, Auto, Integrated, MeanField, Predictor
 from secure_fvi.algorithms.vertical.steps import (
+    ByRecord,
     Draw,
     Incoming,
     Moments,
