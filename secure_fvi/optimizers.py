@@ -1,4 +1,4 @@
-"""Any torch optimiser as a pure function of tensors.
+"""Optimisers of `torch.optim` as pure functions of tensors.
 
 `torch.optim` keeps its state in objects; algorithms here keep state in NamedTuples that are checkpointed, gathered
 for a minibatch and traced into the step's graph. The optimiser is therefore built anew in each call around the
@@ -8,7 +8,6 @@ that the state of a record that is absent from a minibatch stays frozen.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,17 +18,10 @@ from torch import Tensor
 from secure_fvi.errors import InputError
 from secure_fvi.trees import Params
 
-#: Optimisers whose step counter may be a tensor, so that their step can be traced and counted by record.
-TRACEABLE = ("adam", "adamw", "sgd", "rmsprop")
-#: What one step changes even along a zero gradient, before that step.
-_INITIAL_SCALARS = {"step": 0.0, "mu_product": 1.0}
-_BY_NAME = {
-    name.lower(): cls
-    for name, cls in vars(torch.optim).items()
-    if inspect.isclass(cls)
-    and issubclass(cls, torch.optim.Optimizer)
-    and "differentiable" in inspect.signature(cls).parameters
-}
+#: Those whose step counter may be a tensor, so that their step can be traced and counted by record.
+BY_NAME: Mapping[str, Any] = {
+    "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop, "sgd": torch.optim.SGD,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,8 +33,8 @@ class Optimizer:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in _BY_NAME:
-            raise InputError(f"optimizer '{self.name}' is unknown; choose one of {', '.join(sorted(_BY_NAME))}")
+        if self.name not in BY_NAME:
+            raise InputError(f"optimizer '{self.name}' is unknown; choose one of {', '.join(BY_NAME)}")
         if not 0 < self.learning_rate < float("inf"):
             raise InputError(f"learning_rate must be positive and finite, not {self.learning_rate}")
         try:
@@ -50,15 +42,9 @@ class Optimizer:
         except (TypeError, ValueError) as error:
             raise InputError(f"optimizer '{self.name}' does not take these options: {error}") from None
 
-    @property
-    def traceable(self) -> bool:
-        return self.name in TRACEABLE
-
     def _build(self, params: list[Tensor]) -> torch.optim.Optimizer:
-        cls: Any = _BY_NAME[self.name]
-        extra = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
-        built: torch.optim.Optimizer = cls(
-            params, lr=self.learning_rate, maximize=True, differentiable=True, **extra, **self.options
+        built: torch.optim.Optimizer = BY_NAME[self.name](
+            params, lr=self.learning_rate, maximize=True, differentiable=True, foreach=False, **self.options
         )
         return built
 
@@ -75,9 +61,8 @@ class Optimizer:
                 if not isinstance(entry, Tensor):
                     continue
                 if entry.dim() == 0:
-                    entry = _INITIAL_SCALARS.get(key, entry)
                     shape = (value.shape[0],) + (1,) * (value.dim() - 1) if by_row else ()
-                    state[f"{name}/{key}"] = value.new_zeros(shape) + entry
+                    state[f"{name}/{key}"] = value.new_zeros(shape)
                 else:
                     state[f"{name}/{key}"] = entry.clone()
         return state

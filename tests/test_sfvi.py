@@ -277,10 +277,10 @@ def test_every_local_scale_fits(scale: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "adagrad", "nadam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
 def test_other_optimisers_run(optimizer: str) -> None:
     problem = make_intercepts()
-    rate = {"sgd": 0.0003, "adagrad": 0.5}.get(optimizer, 0.02)
+    rate = {"sgd": 0.0003}.get(optimizer, 0.02)
     algorithm = sf.SFVI(iterations=1000, optimizer=optimizer, learning_rate=rate)
     result = sf.fit(problem.model, problem.silos, algorithm, sf.Plain())
     assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.5 * problem.sd["mu"]

@@ -121,8 +121,7 @@ class LocalFitOptions:
         if self.decay < 1 and exact:
             raise InputError(f"local_optimizer '{chosen}' has no noise that a decay would lower")
         if not exact and chosen != NATURAL:
-            if not Optimizer(chosen, self.first_rate, self.optimizer_options).traceable:
-                raise InputError(f"local_optimizer '{chosen}' cannot be traced; choose adam or sgd")
+            Optimizer(chosen, self.first_rate, self.optimizer_options)
         elif self.optimizer_options:
             raise InputError(f"local_optimizer '{chosen}' takes no optimizer_options")
         if chosen in (NATURAL, FIXED_POINT) and self.first_rate > 1:

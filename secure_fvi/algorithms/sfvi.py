@@ -126,7 +126,7 @@ class SFVI:
     max_iterations: Count = 30_000
     """See `iterations`."""
     optimizer: str = "adam"
-    """Of `torch.optim`, by its lower-case name."""
+    """Of `optimizers.BY_NAME`: adam, adamw, rmsprop or sgd."""
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     """Of that: betas, momentum, ..."""
     learning_rate: Positive = 0.05
@@ -310,29 +310,22 @@ class SFVIProgram(StructuredProgram):
         self._trace()
 
     def _trace(self) -> None:
-        """What is traced of both halves: whole steps, or where the optimiser cannot be, gradients alone."""
-        mode, by_shape, traceable = self.problem.mode, self.local_family.couples_records, self.optimizer.traceable
+        """What is traced of both halves: whole steps."""
+        mode, by_shape = self.problem.mode, self.local_family.couples_records
         of = self.problem.density, self.local_family, self.silo_family, self.samples
-        plain = silo_gradient(*of)
-        pull_back = server_gradient(self.problem.density, self.family)
-        self._gradient: Callable[..., SiloGradient] = plain
+        self._gradient: Callable[..., SiloGradient] = silo_gradient(*of)
         self._record_gradients: Callable[..., RecordGradients] = record_gradients(*of, self.couples)
         self._alone = record_gradients(*of, self.couples, mapped=False)
         self._looked_at: int | None = None  # the turn in which `_look` looked last
-        self._own_terms = Traced(plain, (None,) * 9, mode)
-        self._pull_back: Callable[..., Any] = pull_back if traceable else Traced(pull_back, (None,) * 6, mode)
-        self._move: Callable[..., Any] = self._move_function
-        self._step: Any = self._step_function
-        if traceable:
-            self._move = Traced(self._move_function, (None,) * 8, mode)
-        if self.by_record:
-            self._step = TracedOnMade(self._record_step_function, self._made, mode)
-        elif traceable:
-            axes = None, LATENTS_AXES, BATCH_AXES, None
-            self._step = Traced(self._step_function, (None,) * 4 if by_shape else axes, mode, by_shape)
-        else:
-            rows = None, None, None, 0, None, *BATCH_AXES
-            self._gradient = Traced(plain, (None,) * 9 if by_shape else rows, mode, by_shape)
+        self._own_terms = Traced(self._gradient, (None,) * 9, mode)
+        self._pull_back: Callable[..., Any] = server_gradient(self.problem.density, self.family)
+        self._move = Traced(self._move_function, (None,) * 8, mode)
+        axes = None, LATENTS_AXES, BATCH_AXES, None
+        self._step: Any = (
+            TracedOnMade(self._record_step_function, self._made, mode)
+            if self.by_record
+            else Traced(self._step_function, (None,) * 4 if by_shape else axes, mode, by_shape)
+        )
 
     def family_of(self, n: int) -> GlobalFamily:
         return global_family(self.config.family, n, self.config.rank)

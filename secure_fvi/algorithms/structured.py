@@ -98,14 +98,8 @@ class StructuredProgram(Program):
         return global_family(self.config.family, n)
 
     def _check_families(self) -> None:
-        config = self.config
         if any(name.startswith(ENCODER) for name in self.problem.start.theta):
             raise InputError(f"no pyro.param may start with '{ENCODER}'")
-        if self.by_row and not self.optimizer.traceable:
-            raise InputError(
-                f"optimizer '{config.optimizer}' has no step count by record; for minibatches and record privacy use "
-                "adam or sgd"
-            )
         if self.by_row and self.local_family.couples_records:
             less = "record privacy needs another scale" if self.by_record else "use sampling_rate = 1 or another scale"
             raise InputError(f"a dense local scale couples all records of a silo; {less}")

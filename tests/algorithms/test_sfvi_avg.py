@@ -400,7 +400,7 @@ def test_a_run_that_has_not_settled_says_so() -> None:
         ({"decay": 0.0}, "decay must lie in"),
         ({"tolerance": -1.0}, "tolerance must be at least 0"),
         ({"scale_entropy": False, "importance_samples": 5}, "importance_samples = 1 only"),
-        ({"optimizer": "nadam"}, "cannot be traced"),
+        ({"optimizer": "nadam"}, "choose one of adam"),
         ({"optimizer": "adm"}, "optimizer 'adm' is unknown"),
         ({"participation": 0.0}, "participation must lie in"),
         ({"bound": -1.0}, "bound must be positive"),

@@ -184,7 +184,6 @@ def test_batches_do_not_follow_from_the_seed() -> None:
     [
         (small_job(), sf.SFVI(), None, "give iterations"),
         (small_job(), sf.SFVI(iterations=9, local_family=sf.Conditional(scale="dense")), None, "record privacy needs"),
-        (small_job(), sf.SFVI(iterations=9, optimizer="adagrad"), None, "use adam or sgd"),
         (small_job(), None, sf.Plain(), "needs a masked or homomorphic sum"),
         (small_job(), None, sf.Homomorphic(scheme="ckks"), "needs exact sums"),
         (small_job(colluders=3), None, None, "needs an honest survivor"),
