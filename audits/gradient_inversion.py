@@ -26,10 +26,10 @@ from secure_fvi.audits.features import contributions_in_clear
 from secure_fvi.audits.scores import auc, proportion, r_squared
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.audits.worlds import Data, Each, Laboratory, silent
-from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree, read_data
+from secure_fvi.program_density import ProgramDensity
 
 #: A guess that is this close to a record in direction is that record.
 SAME = 0.999
@@ -173,7 +173,7 @@ class Matcher:
             raise InputError("gradients are matched in models whose parameters are all global latents")
         if covariates not in records.rows or not records.rows[covariates].is_floating_point():
             raise InputError(f"'{covariates}' is no argument of real numbers that a search could move")
-        self._density, self.covariates = LogDensity(model, layout, schema), covariates
+        self._density, self.covariates = ProgramDensity(model, layout, schema), covariates
         self._others = {name: v for name, v in records.rows.items() if name != covariates}
         values = records.rows[covariates]
         self.mean, self.sd = values.mean(0), values.std(0)

@@ -31,7 +31,6 @@ from secure_fvi.audits.scores import auc, tpr_at_fpr
 from secure_fvi.audits.vertical import auc_bound
 from secure_fvi.audits.worlds import Data
 from secure_fvi.compiled import Traced
-from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.families import Diagonal, GlobalFamily
@@ -39,6 +38,7 @@ from secure_fvi.federated_model import FederatedModel, check_schemas_agree, read
 from secure_fvi.fitting import fit
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.settings import DP
+from secure_fvi.program_density import ProgramDensity
 from secure_fvi.trees import Params, running_average
 
 _DRAWS = 64  # of q, for predictive densities
@@ -62,7 +62,7 @@ class Membership:
         if layout.size("record") or layout.size("silo") or start.theta:
             raise InputError("membership is attacked in models whose parameters are all global latents")
         self.rows, self.size, self.start = records.rows, records.size, start
-        self.density = LogDensity(model, layout, schema)
+        self.density = ProgramDensity(model, layout, schema)
         self.family: GlobalFamily = Diagonal(layout.size("global"))
 
     def fit(self, inside: npt.NDArray[np.bool_], steps: int = 600, rate: float = 0.05, seed: int = 0) -> References:

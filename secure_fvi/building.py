@@ -21,9 +21,10 @@ from secure_fvi.program_contract import check_program
 from secure_fvi.randomness import derive_key
 
 if TYPE_CHECKING:
-    from secure_fvi import discovery, program_sites
+    from secure_fvi import discovery, program_density, program_sites
 else:
     discovery, program_sites = Later("secure_fvi.discovery"), Later("secure_fvi.program_sites")
+    program_density = Later("secure_fvi.program_density")
 
 
 class Machine(NamedTuple):
@@ -63,7 +64,7 @@ def build_problem(
         else:
             own = discovery.as_model(model, schema, dtype)
             layout, start = discovery.read_layout(own, schema, dtype)
-            density = LogDensity(own, layout, schema.to(where))
+            density = program_density.ProgramDensity(own, layout, schema.to(where))
         latents = layout.size("record") + layout.size("silo")
         calls = algorithm.expected_calls * (getattr(algorithm, "steps_in_a_call", 1) if latents else 1)
         mode = choose_mode(machine.compile, calls * len(silos), machine.work)

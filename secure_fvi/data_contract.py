@@ -25,10 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.density import LogDensity, Params, Start, has_no_density, observed_value, record_dim, running, site_mask
+from secure_fvi.density import Params, Start, running
 from secure_fvi.discovery import Discovery, kind_of, start_of
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.program_contract import AT_ONCE, SOME, Point, check_parts
+from secure_fvi.program_density import has_no_density, observed_value, record_dim, site_mask
 from secure_fvi.program_sites import (
     REMEDY,
     bad_parameters,
@@ -80,14 +81,12 @@ def read_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
 
 def _cured_by(problem: Problem, rows: Params) -> str | None:
     """The latent site, if there is one, without whose value at the start the log p of all rows is finite."""
-    if type(problem.density) is not LogDensity:
-        return None
     point = Point(problem, len(next(iter(rows.values()))), spread=0.0)
     for site, at, direction in directions(point):
         for far in _NEAR:
             with contextlib.suppress(Exception), torch.no_grad():
                 run = problem.density.run({**point.latents(), site: at + far * direction}, point.theta, rows)
-                if bool(torch.isfinite(sum(run.terms["record"])).all()):  # type: ignore[arg-type]
+                if bool(torch.isfinite(sum(run.terms["record"])).all()):
                     return site
     return None
 

@@ -3,41 +3,26 @@
 log p(Z_G) + sum_j [ log p(Z_Sj | Z_G) + sum_i log p(y_ji, Z_Lji | Z_G, Z_Sj) ]
 
 Discrete sites of a record are summed out: log sum_z p(y_ji, Z_Lji, z | Z_G, Z_Sj), a run of the program for each z.
-All latents are unconstrained (`biject_to` of each site's support), with the log Jacobian inside each term. The
-Pyro program runs once an evaluation under one effect handler; `secure_fvi.compiled` then removes Pyro
-from the loop by tracing.
+All latents are unconstrained (`biject_to` of each site's support), with the log Jacobian inside each term.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyro
 import torch
-from pyro.distributions import Delta, MaskedDistribution, Unit
-from pyro.distributions.util import scale_and_mask
-from pyro.poutine.messenger import Messenger
-from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.distributions import Categorical, biject_to, constraints, transform_to
-from torch.distributions.constraints import Constraint
 
-from secure_fvi.errors import DataError, InputError
+from secure_fvi.errors import DataError
 from secure_fvi.federated_model import FederatedModel, Schema
-from secure_fvi.later import Later
 from secure_fvi.trees import Params as Params
-
-if TYPE_CHECKING:
-    from secure_fvi import data_contract, program_sites
-else:  # which read a program by running it: of one that was traced in a sandbox the graph alone is here
-    data_contract, program_sites = Later("secure_fvi.data_contract"), Later("secure_fvi.program_sites")
 
 Role = Literal["global", "silo", "record"]
 
@@ -46,9 +31,6 @@ Role = Literal["global", "silo", "record"]
 _ONE_AT_A_TIME = threading.RLock()
 #: Of PyTorch's own gradient of a cumulative product over many values at once (every Dirichlet): nobody can act on it.
 warnings.filterwarnings("ignore", "An output with one or more elements was resized", UserWarning)
-_LOG_2_PI = math.log(2 * math.pi)
-#: Among a run's own terms that of all record sites together, where discrete ones are summed out; no site's name.
-ALL_RECORDS = ""
 
 
 class Site(NamedTuple):
@@ -109,84 +91,6 @@ class LogTerms(NamedTuple):
     records: Tensor  # (N,) log p(y_i, Z_i | Z_G, Z_S)
 
 
-class Evaluation(Messenger):  # type: ignore[misc]
-    """Puts given unconstrained values into the latent sites and adds up the log densities by role.
-
-    A latent that a mask takes out of log p is a standard normal of its own instead: q then has something to follow,
-    and at the optimum the two cancel. `program_contract.py` refuses programs in which anything else depends on its
-    value.
-    """
-
-    def __init__(
-        self,
-        model: FederatedModel,
-        latents: Mapping[str, Tensor],
-        theta: Mapping[str, Tensor],
-        densities: bool = True,
-        chosen: Mapping[str, int] | None = None,
-    ) -> None:
-        """densities: False for values alone, which more programs can be mapped over. chosen: which of its values each
-        discrete site takes, in all records."""
-        super().__init__()
-        self.densities, self.chosen = densities, chosen or {}
-        self.model, self.latents, self.theta = model, latents, theta
-        self.constrained: Params = {}  # record sites with the record first
-        self.terms: dict[Role, list[Tensor]] = {"global": [], "silo": [], "record": []}
-        self.own: Params = {}  # each site's own term, summed; of records with discrete sites `ALL_RECORDS` alone
-        self.in_records: set[str] = set()
-        self.factors: set[str] = set()  # sites of pyro.factor
-        self.values: Params = {}  # of discrete sites, the record first
-        self.masks: Params = {}  # of latent sites that have one: where they count, in the shape of their term
-
-    def _pyro_param(self, msg: Any) -> None:
-        name = msg["name"]
-        value = transform_to(param_constraint(msg))(self.theta[name])
-        msg["value"] = self.constrained[name] = value
-
-    def _pyro_sample(self, msg: Any) -> None:
-        fn, name = msg["fn"], msg["name"]
-        if has_no_density(msg):
-            return
-        plate_dim = record_dim(msg, self.model.record_plate)
-        if not self.densities and msg["is_observed"]:
-            return
-        if msg["is_observed"]:
-            term = scale_and_mask(fn.log_prob(observed_value(msg)), msg["scale"], msg["mask"])
-        elif name in self.chosen:
-            msg["value"], msg["done"] = choice(fn, self.chosen[name]), True
-            if not self.densities:
-                return
-            term = fn.log_prob(msg["value"])
-            self.values[name] = msg["value"].movedim(plate_dim - fn.event_dim, 0)
-        else:
-            if name not in self.latents:
-                raise InputError(
-                    f"site '{name}' is there or not, as values of other latents will have it; a model has the same "
-                    "sites always. Give them all, and choose between their values with torch.where"
-                )
-            transform, unconstrained = biject_to(fn.support), self.latents[name]
-            value = transform(unconstrained)
-            msg["value"], msg["done"] = value, True
-            self.constrained[name] = value.movedim(plate_dim - fn.event_dim, 0) if plate_dim else value
-            if not self.densities:
-                return
-            term = scale_and_mask(fn.log_prob(value), msg["scale"], msg["mask"])
-            term = term + transform.log_abs_det_jacobian(unconstrained, value)
-            mask = site_mask(msg)
-            if mask is not None:
-                alone = (-0.5 * (unconstrained.square() + _LOG_2_PI)).reshape((*fn.batch_shape, -1)).sum(-1)
-                self.masks[name] = mask.to(term.device).expand(term.shape)
-                term = torch.where(self.masks[name], term, alone)
-        self.own[name] = term.sum()
-        if isinstance(fn, Unit):
-            self.factors.add(name)
-        if plate_dim:
-            self.in_records.add(name)
-            self.terms["record"].append(term.movedim(plate_dim, 0).reshape(term.shape[plate_dim], -1).sum(1))
-        else:
-            self.terms["silo" if name in self.model.silo_sites else "global"].append(term.sum())
-
-
 @contextlib.contextmanager
 def running(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """How a Pyro program is run here: constants that it makes have the run's type and device, and no validation
@@ -201,80 +105,9 @@ def running(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
             torch.set_default_dtype(before)
 
 
-def has_no_density(msg: Any) -> bool:
-    """Whether a sample statement is a plate, a `pyro.deterministic` or what `poutine.reparam` puts in a latent site's
-    place (a masked Delta, whose value follows from another site), which add nothing to log p."""
-    fn = msg["fn"]
-    follows = isinstance(fn, MaskedDistribution) and fn._mask is False and isinstance(fn.base_dist, Delta)
-    return isinstance(fn, _Subsample) or follows or bool((msg["infer"] or {}).get("_deterministic"))
-
-
-def choice(fn: Any, k: int) -> Tensor:
-    """The k-th value of a discrete distribution, in its shape."""
-    value: Tensor = fn.enumerate_support(expand=False)[k].expand(fn.batch_shape + fn.event_shape)
-    return value
-
-
-def site_mask(msg: Any) -> Tensor | None:
-    """Where a site counts, by `poutine.mask` and `.mask()` together, in its batch shape; None: everywhere."""
-    found = [msg["mask"]]
-    if isinstance(msg["fn"], MaskedDistribution):
-        found.append(msg["fn"]._mask)
-    masks = [torch.as_tensor(m) for m in found if m is not None and m is not True]
-    return masks[0].logical_and(masks[-1]) if masks else None
-
-
-def observed_value(msg: Any) -> Tensor:
-    """What is observed at a site, as its density takes it: whole numbers and truth values as floating point ones,
-    except where they are labels, and a value inside the support where a mask says that there is none: a code such as -9
-    has no density, and its gradient would not be a number."""
-    fn, value, mask = msg["fn"], msg["value"], site_mask(msg)
-    inner = fn
-    while hasattr(inner, "base_dist"):
-        inner = inner.base_dist
-    shipped = type(inner).__module__.startswith(("torch.distributions", "pyro.distributions"))
-    if shipped and not value.is_floating_point() and not isinstance(inner, Categorical):
-        value = value.to(torch.get_default_dtype())
-    if mask is None or not shipped or mask.dim() == 0:
-        return value
-    if inner.support.is_discrete:
-        inside: Tensor = torch.zeros_like(value)
-    else:
-        transform = biject_to(fn.support)
-        inside = transform(value.new_zeros(transform.inverse_shape(value.shape)))
-    return torch.where(mask.reshape(mask.shape + (1,) * fn.event_dim), value, inside)
-
-
-def record_dim(msg: Any, record_plate: str) -> int:
-    """The batch dimension (negative) of the record plate around a site, 0 when it is outside."""
-    return next((frame.dim for frame in msg["cond_indep_stack"] if frame.name == record_plate), 0)
-
-
-def param_constraint(msg: Any) -> Constraint:
-    """The constraint that a `pyro.param` statement names, real numbers by default; of a PyroModule's PyroParam, which
-    names none, that under which the module has put it into Pyro's store."""
-    name = msg["name"]
-    if _from_module(msg):
-        return pyro.get_param_store()._constraints[name]
-    return msg["kwargs"].get("constraint", constraints.real)
-
-
-def param_start(msg: Any) -> Tensor:
-    """Where a `pyro.param` begins, in its own space. Raises InputError where nothing says so."""
-    if _from_module(msg):
-        return pyro.get_param_store()[msg["name"]].detach()
-    if len(msg["args"]) < 2:
-        raise InputError(f"pyro.param '{msg['name']}' has no initial value where it is first used")
-    start = msg["args"][1]
-    return torch.as_tensor(start() if callable(start) else start).detach()
-
-
-def _from_module(msg: Any) -> bool:
-    return len(msg["args"]) < 2 and msg["name"] in pyro.get_param_store()
-
-
 class LogDensity:
-    """The split log density of one model for one schema.
+    """The split log density of one model for one schema: of a program (`program_density.ProgramDensity`), or of a graph
+    that was made of one elsewhere (`exported.GraphDensity`).
 
     The schema is shared, so the server builds the same object as the silos; only a silo ever calls
     `evaluate` with data.
@@ -292,19 +125,6 @@ class LogDensity:
             sum(terms["silo"], zero),
             sum(terms["record"], zero.expand(z_record.shape[-2])),
         )
-
-    def start_at(self, problem: Any, rows: Params, size: int, silo: str) -> Start:
-        """Where a fit begins at a silo, from its own records (N + 1, ...), the last a spare one, and whether these fit
-        the model. Seen by that silo only. Raises DataError, which counts rows and quotes no value."""
-        return data_contract.read_at_silo(problem, rows, size, silo)
-
-    def check_sites(self, point: Any, rows: Params) -> None:
-        """Raises InputError where one does not keep its contract (`program_sites`)."""
-        program_sites.check_sites(point, rows)
-
-    def misplaced(self, problem: Any, z_global: Tensor | None = None, rows: Params | None = None) -> str:
-        """Why a run came to numbers that are none, in words (`program_sites`); "" where nothing is seen."""
-        return program_sites.misplaced(problem, z_global, rows)
 
     def log_prior(self, z_global: Tensor, theta: Params) -> Tensor:
         """log p_theta(Z_G), in nats, from made data: the server's part."""
@@ -347,57 +167,51 @@ class LogDensity:
                 f"into the plate '{self.model.record_plate}', or share it with sf.Shared"
             )
 
-    def run(self, latents: Params, theta: Params, rows: Params, densities: bool = True) -> Evaluation:
-        """One run of the program at unconstrained latents by site, record sites with their plate where it wants it.
-
-        Of a program with discrete sites one for each of their values together, whose record terms are summed out.
-        """
-        chosen = self.chosen()
-        if not densities or len(chosen) == 1:
-            return self._once(latents, theta, rows, densities, chosen[0])
-        runs = [self._once(latents, theta, rows, densities, one) for one in chosen]
-        found = runs[0]
-        found.terms["record"] = [torch.stack([torch.stack(run.terms["record"]).sum(0) for run in runs]).logsumexp(0)]
-        found.own = {name: term for name, term in found.own.items() if name not in found.in_records}
-        found.own[ALL_RECORDS] = found.terms["record"][0].sum()
-        return found
-
-    def by_choice(
-        self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params
-    ) -> tuple[Tensor, list[Params]]:
-        """At a silo: log p(y_i, Z_Li, z | Z_G, Z_S) in nats, (C, N), for each of the C values of the discrete sites
-        together, and these values by site, (N, ...)."""
-        split = self.layout.split
-        latents = {**split(z_global, "global"), **split(z_silo, "silo"), **split(z_record, "record")}
-        runs = [self._once(latents, theta, rows, True, one) for one in self.chosen()]
-        return torch.stack([torch.stack(run.terms["record"]).sum(0) for run in runs]), [run.values for run in runs]
-
     def chosen(self) -> list[dict[str, int]]:
         """All values of the discrete sites together, by site; one, of none, where there are none."""
         names = [name for name, _ in self.layout.choices]
         each = itertools.product(*(range(size) for _, size in self.layout.choices))
         return [dict(zip(names, values, strict=True)) for values in each]
 
-    def _once(
-        self, latents: Params, theta: Params, rows: Params, densities: bool, chosen: Mapping[str, int]
-    ) -> Evaluation:
-        some = next(iter(latents.values()))
-        with running(some.dtype, some.device), Evaluation(self.model, latents, theta, densities, chosen) as run:
-            self.model.fn(**rows, **self.schema.constants)
-        return run
-
     def _run_on_dummy(
         self, z_global: Tensor, theta: Params, z_silo: Tensor | None = None, densities: bool = True
-    ) -> Evaluation:
+    ) -> Any:
         # Two records: a single one would be specialised away when the shapes are symbolic.
         rows = {n: v.to(z_global.device) for n, v in self.schema.dummy_rows(2).items()}
         z_silo = z_global.new_zeros(self.layout.size("silo")) if z_silo is None else z_silo
         z_record = z_global.new_zeros(2, self.layout.size("record"))
         return self._run(z_global, z_silo, z_record, theta, rows, densities)
 
+    def start_at(self, problem: Any, rows: Params, size: int, silo: str) -> Start:
+        """Where a fit begins at a silo, from its own records (N + 1, ...), the last a spare one, and whether these fit
+        the model. Seen by that silo only. Raises DataError, which counts rows and quotes no value."""
+        raise NotImplementedError
+
+    def check_sites(self, point: Any, rows: Params) -> None:
+        """Raises InputError where a site does not keep its contract; where none is known, nothing."""
+
+    def misplaced(self, problem: Any, z_global: Tensor | None = None, rows: Params | None = None) -> str:
+        """Why a run came to numbers that are none, in words; "" where nothing is seen, or no site is known."""
+        return ""
+
+    def differing(self, point: Any, rows: Params, part: Tensor) -> set[str]:
+        """The sites of records that have other terms among some of the rows than among all, where sites are known."""
+        return set()
+
+    def by_choice(
+        self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params
+    ) -> tuple[Tensor, list[Params]]:
+        """At a silo: log p(y_i, Z_Li, z | Z_G, Z_S) in nats, (C, N), for each of the C values of the discrete sites
+        together, and these values by site, (N, ...)."""
+        raise NotImplementedError
+
+    def run(self, latents: Params, theta: Params, rows: Params, densities: bool = True) -> Any:
+        """One run at unconstrained latents by site; of what is known of sites."""
+        raise NotImplementedError
+
     def _run(
         self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params, densities: bool = True
-    ) -> Evaluation:
+    ) -> Any:
         split = self.layout.split
         latents = {**split(z_global, "global"), **split(z_silo, "silo"), **split(z_record, "record")}
         return self.run(latents, theta, rows, densities)

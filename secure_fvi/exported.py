@@ -384,13 +384,6 @@ class GraphDensity(LogDensity):
         check_parts(problem, rows, size, silo)
         return start
 
-    def check_sites(self, point: Any, rows: Params) -> None:
-        """They were looked at when the program was traced."""
-
-    def misplaced(self, problem: Problem, z_global: Tensor | None = None, rows: Params | None = None) -> str:
-        """Not known: a graph has no sites."""
-        return ""
-
     def centre(self, rows: Params, silo: str) -> tuple[list[Tensor], list[Tensor]]:
         """Z_G, Z_S and Z_L at the centre of the prior; and which rows fit each observed site."""
         device = next(iter(rows.values())).device

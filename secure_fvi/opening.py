@@ -25,11 +25,12 @@ from torch.distributions.constraints import Constraint
 from secure_fvi import results
 from secure_fvi.algorithms.base import NoiseAware, Posterior, Problem, Refined
 from secure_fvi.algorithms.vertical import likelihoods
-from secure_fvi.density import Evaluation, Layout, LogDensity, Params, Site, Start
+from secure_fvi.density import Layout, LogDensity, Params, Site, Start
 from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.families.gaussian import GlobalFamily, LowRank, Point, global_family
 from secure_fvi.federated_model import FederatedModel, Schema, Shared
+from secure_fvi.program_density import Evaluation, ProgramDensity
 from secure_fvi.results import ELSEWHERE, FORMAT, Result, SitePosterior, SitePosteriors, summarise
 from secure_fvi.summary import weighted_moments
 from secure_fvi.supports import ReachesFar, ReachesZero
@@ -214,7 +215,7 @@ def _problem(
         raise InputError(f"the model is not that of the run in '{directory}': it has other sites")
     if saved.get("model") is None:
         _check_program(directory, saved.get("program"), results.program_said(model).get("program"))
-    density = LogDensity(model, have, schema)
+    density = ProgramDensity(model, have, schema)
     return Problem(model, schema, have, density, start, silos, found["seed"], dtype, loc.device, "eager")
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.density import LogDensity, LogTerms, Params
+from secure_fvi.density import LogTerms, Params
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning, one_line
 from secure_fvi.privacy.settings import RecordDP
 
@@ -203,7 +203,7 @@ def dependent(point: Point, rows: Params) -> _Dependent:
         for part, found in in_parts(evaluate, count):
             differ = ~alike(found.records, whole.records[part])
             if bool(differ.any()) and not sites:
-                sites = _differing(point, rows, part)
+                sites = point.problem.density.differing(point, rows, part)
             bad[part] |= differ
             looked_at[part] = True
             shared |= not same(found.shared, whole.shared)
@@ -261,18 +261,6 @@ def _slopes(terms: Tensor, latents: list[Tensor], weights: Tensor, at: Tensor | 
     total = (weights.to(terms) * terms[at]).sum()
     *shared, own = torch.autograd.grad(total, latents, retain_graph=True, allow_unused=True)
     return [*shared, None if own is None else own[at]]
-
-
-def _differing(point: Point, rows: Params, part: Tensor) -> set[str]:
-    """The sites of records that have other terms among some of the rows than among all. Of a graph, or where discrete
-    sites are summed out, none is known by itself."""
-    if type(point.problem.density) is not LogDensity:
-        return set()
-    some, few = point.of(part), {name: value[part] for name, value in rows.items()}
-    runs = [p.problem.density.run(p.latents(), p.theta, r) for p, r in ((point, rows), (some, few))]
-    names = [name for name in runs[0].own if name in runs[0].in_records]
-    terms = zip(names, *(run.terms["record"] for run in runs), strict=False)
-    return {name for name, whole, found in terms if not same(found, whole[part])}
 
 
 def in_parts(evaluate: Callable[[Tensor], _T], count: int) -> Iterator[tuple[Tensor, _T]]:

@@ -22,10 +22,11 @@ from torch.distributions import constraints
 from torch.overrides import TorchFunctionMode
 
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.density import ALL_RECORDS, Evaluation, LogDensity, Params, has_no_density, running
+from secure_fvi.density import Params, running
 from secure_fvi.discovery import kind_of
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
-from secure_fvi.program_contract import MADE, SOME, Point
+from secure_fvi.program_contract import MADE, SOME, Point, same
+from secure_fvi.program_density import ALL_RECORDS, Evaluation, has_no_density
 
 _FAR = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # and where an edge of log p is looked for
 _EDGE = 1e6  # nats that log p falls there at least
@@ -312,8 +313,6 @@ def misplaced(problem: Problem, z_global: Tensor | None = None, rows: Params | N
     (n_global,), by default the start, or else around it: why a run came to numbers that are none. "" where nothing is
     seen, and of a traced program, whose sites are not known. rows: a silo's, whose reader is that silo alone; made ones
     where there are none."""
-    if type(problem.density) is not LogDensity:
-        return ""
     given = rows or {name: value.to(problem.device) for name, value in problem.schema.dummy_rows(MADE).items()}
     rng, centre = torch.Generator().manual_seed(0), problem.start.z_global if z_global is None else z_global
     point = Point(problem, len(next(iter(given.values()))), spread=0.0)
@@ -520,3 +519,13 @@ def _keeps(value: Any) -> bool:
         return True
     module = getattr(value if isinstance(value, type) else type(value), "__module__", "")
     return module.partition(".")[0] not in _LIBRARIES
+
+
+def differing(point: Point, rows: Params, part: Tensor) -> set[str]:
+    """The sites of records that have other terms among some of the rows than among all. Where discrete sites are
+    summed out none is known by itself."""
+    some, few = point.of(part), {name: value[part] for name, value in rows.items()}
+    runs = [p.problem.density.run(p.latents(), p.theta, r) for p, r in ((point, rows), (some, few))]
+    names = [name for name in runs[0].own if name in runs[0].in_records]
+    terms = zip(names, *(run.terms["record"] for run in runs), strict=False)
+    return {name for name, whole, found in terms if not same(found, whole[part])}

@@ -18,6 +18,7 @@ from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import read_data
+from secure_fvi.program_density import ProgramDensity
 
 
 def _rich(x: Tensor, label: Tensor, levels: int, grid: Tensor) -> None:
@@ -37,7 +38,7 @@ def _rich(x: Tensor, label: Tensor, levels: int, grid: Tensor) -> None:
 def _density(model: sf.FederatedModel, data: dict[str, Any]) -> tuple[LogDensity, dict[str, Tensor]]:
     schema, records = read_data(data, "here", torch.float64)
     layout, _ = read_layout(model, schema, torch.float64)
-    return LogDensity(model, layout, schema), records.rows
+    return ProgramDensity(model, layout, schema), records.rows
 
 
 def _pyro_log_joint(fn: Any, data: dict[str, Any], latents: dict[str, Tensor], params: dict[str, Tensor]) -> Tensor:

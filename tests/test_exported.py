@@ -84,7 +84,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 def check_taken(taken: dict[str, set[str]]) -> None:
     """Of a program that a sandbox has traced a silo loads no server's half and no reader of programs; the server, which
     is the control, loads the former alone."""
-    readers = {"data_contract", "discovery", "program_sites"}
+    readers = {"data_contract", "discovery", "program_density", "program_sites"}
     assert REFINE in taken["phases"]
     assert taken["silo"] == set()
     assert {"final_server", "refining_server"} <= taken["server"] - readers == taken["server"]

@@ -10,12 +10,12 @@ from programs import make_intercepts, make_slopes, slopes
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.families import Conditional, global_family
 from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.federated_model import read_data
 from secure_fvi.objective import server_gradient, silo_gradient
+from secure_fvi.program_density import ProgramDensity
 
 
 class _Case:
@@ -27,7 +27,7 @@ class _Case:
         data = {k: v[:3] for k, v in make_slopes().silos[0].items()}
         schema, records = read_data(data, "here", torch.float64)
         layout, _ = read_layout(model, schema, torch.float64)
-        self.density, self.rows, self.samples = LogDensity(model, layout, schema), records.rows, samples
+        self.density, self.rows, self.samples = ProgramDensity(model, layout, schema), records.rows, samples
         self.family = global_family("full", 2)
         self.local = Conditional(varying_scale=True).build(2, 2, samples)
         self.none = Conditional().build(0, 2, 1)
@@ -117,7 +117,7 @@ def test_gradient_vanishes_at_the_exact_posterior() -> None:
     rows = problem.silos[2]["y"]
     schema, records = read_data({"y": rows}, "here", torch.float64)
     layout, _ = read_layout(problem.model, schema, torch.float64)
-    density = LogDensity(problem.model, layout, schema)
+    density = ProgramDensity(problem.model, layout, schema)
     marginal = 0.49 + 0.25 / 3  # variance of a record's mean given mu
     precision = 1 / 100 + len(rows) / marginal
     mean = rows.mean(1).sum() / marginal / precision

@@ -31,16 +31,7 @@ from torch.fx import GraphModule, Node
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import agree, flatten, trace_graph
-from secure_fvi.density import (
-    LogDensity,
-    LogTerms,
-    Params,
-    choice,
-    has_no_density,
-    param_constraint,
-    record_dim,
-    running,
-)
+from secure_fvi.density import LogTerms, Params, running
 from secure_fvi.deployment.fence import CPU_SECONDS, MODEL, MOST_THREADS, roles_of
 from secure_fvi.deployment.session_messages import unpack_schema
 from secure_fvi.discovery import Discovery, _centre, _discover, as_model, kind_of, read_layout, start_of
@@ -57,6 +48,7 @@ from secure_fvi.exported import (
 )
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.program_contract import check_program
+from secure_fvi.program_density import ProgramDensity, choice, has_no_density, param_constraint, record_dim
 from secure_fvi.program_sites import described, watched
 from secure_fvi.runs.records import python_function
 
@@ -348,7 +340,7 @@ def export(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> bytes:
         with watched(model):
             model = as_model(model, schema, dtype)
             layout, start = read_layout(model, schema, dtype)
-            density = LogDensity(model, layout, schema)
+            density = ProgramDensity(model, layout, schema)
             cpu = start.z_global.device
             check_program(Problem(model, schema, layout, density, start, ("silo",), 0, dtype, cpu, "eager"))
     names = [name for name, _, _ in schema.fields]

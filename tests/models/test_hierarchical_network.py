@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import HalfNormal, Normal
 
-from secure_fvi.density import LogDensity, LogTerms
+from secure_fvi.density import LogTerms
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import read_data
@@ -19,6 +19,7 @@ from secure_fvi.models.hierarchical_network import (
     hierarchical_network,
     mixed_network,
 )
+from secure_fvi.program_density import ProgramDensity
 
 D, HIDDEN, CLASSES = 3, 2, 4
 _rng = torch.Generator().manual_seed(0)
@@ -31,7 +32,7 @@ def _evaluate(network: PersonalNetwork, shared: int, own: int) -> LogTerms:
     schema, _ = read_data(DATA, "a", torch.float64)
     layout, _ = read_layout(network.model, schema, torch.float64)
     assert (layout.size("global"), layout.size("silo"), layout.size("record")) == (shared, own, 0)
-    density = LogDensity(network.model, layout, schema)
+    density = ProgramDensity(network.model, layout, schema)
     return density.evaluate(Z[:shared], Z[shared : shared + own], torch.zeros(5, 0), {}, DATA)
 
 

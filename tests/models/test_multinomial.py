@@ -9,11 +9,11 @@ import torch
 from torch.distributions import Normal
 
 import secure_fvi as sf
-from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import read_data
 from secure_fvi.models.multinomial import class_log_probs, multinomial_regression
+from secure_fvi.program_density import ProgramDensity
 
 
 def _data(n: int = 7) -> dict[str, torch.Tensor]:
@@ -27,7 +27,7 @@ def test_the_density_by_hand() -> None:
     layout, start = read_layout(model, schema, torch.float64)
     z = torch.randn(16, generator=torch.Generator().manual_seed(1))
     theta = {"sigma_w": torch.tensor(0.7).log(), "sigma_b": torch.tensor(2.0).log()}
-    found = LogDensity(model, layout, schema).evaluate(z, torch.zeros(0), torch.zeros(7, 0), theta, data)
+    found = ProgramDensity(model, layout, schema).evaluate(z, torch.zeros(0), torch.zeros(7, 0), theta, data)
     w, b = z[:12].reshape(3, 4), z[12:]
     assert float(found.shared) == pytest.approx(
         float(Normal(0, 0.7).log_prob(w).sum() + Normal(0, 2.0).log_prob(b).sum())

@@ -16,6 +16,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.families.conditional import ENCODER
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.models.prodlda import PROGRAM, TOPICS, encoder, load, prodlda
+from secure_fvi.program_density import ProgramDensity
 from secure_fvi_lab.experiments.prodlda_20news import completion, diversity, top_words, umass
 
 DATA = load(None, documents=4, words=7, length=9).records
@@ -24,7 +25,7 @@ DATA = load(None, documents=4, words=7, length=9).records
 def _density(model: FederatedModel) -> tuple[LogDensity, dict[str, Tensor]]:
     schema, records = read_data(DATA, "a", torch.float64)
     layout, _ = read_layout(model, schema, torch.float64)
-    return LogDensity(model, layout, schema), records.rows
+    return ProgramDensity(model, layout, schema), records.rows
 
 
 def _normals(*shape: int) -> Tensor:
