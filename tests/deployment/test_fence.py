@@ -351,7 +351,7 @@ STOP.set()
         return float(fenced(model.read_bytes()).exported(SCHEMA, torch.float64).start.theta["found"])
 
     assert started() == 200
-    monkeypatch.setattr(fence, "_MOST_THREADS", 100)
+    monkeypatch.setattr(fence, "MOST_THREADS", 100)
     monkeypatch.setattr(fence, "_answers", {})
     assert started() < 100
 
