@@ -220,6 +220,31 @@ def test_a_graph_that_writes_into_its_tensors_stays_as_it_is() -> None:
     assert [float(graph(torch.ones(3))[0]) for _ in range(2)] == [4.0, 4.0]
 
 
+def test_a_tensor_that_is_filled_in_place_is_a_new_one() -> None:
+    """As in the density of a half-Cauchy. What read it before it was filled reads what it read; where it is a view of
+    an argument, that is filled, as it would be."""
+
+    def fills(x: Tensor) -> list[Tensor]:
+        y = x + 1
+        before = y * 2
+        y.masked_fill_(x < 0, -7.0)
+        return [before, y.exp(), y]
+
+    def fills_an_argument(x: Tensor) -> list[Tensor]:
+        return [x.view(-1).masked_fill_(x > 0, -7.0)]
+
+    x = torch.randn(6, generator=torch.Generator().manual_seed(0))
+    graph = trace_graph(fills, [x], [0])
+    small = lean(graph)
+    assert "aten.masked_fill_" not in small.code
+    for got, expected in zip(small(x), fills(x), strict=True):
+        assert torch.equal(got, expected)
+    graph, written = trace_graph(fills_an_argument, [x], [0]), x.clone()
+    assert lean(graph) is graph
+    assert torch.equal(graph(written)[0], written)
+    assert not torch.equal(written, x)
+
+
 def test_a_graph_keeps_the_precision_that_it_was_traced_in() -> None:
     """A program's own numbers are of the fit's type; the process' default is another one once the graph runs."""
     x = torch.randn(4, generator=torch.Generator().manual_seed(0))
