@@ -267,9 +267,9 @@ def _fill_anew(graph: Graph) -> None:
             continue
         filled = node.args[0]
         if new(filled) and all(new(user) for user in filled.users if user is not node):
-            before = [user for user in filled.users if user < node]
             node.target = torch.ops.aten.masked_fill.Scalar
-            filled.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node and user not in before)
+            for user in [user for user in filled.users if user > node]:
+                user.replace_input_with(filled, node)
 
 
 class _OtherNumbers(Exception):

@@ -681,7 +681,8 @@ def _looked(
 
     def of(off: Tensor) -> Params:
         """The mode that is `off` from the mean of q(Z_L | Z_G)."""
-        return _modes(log_density, moments, off[None], climbs)[0]
+        there = {**moments, "loc": moments["loc"] + off}
+        return _around_mode(log_density, there, mapped=False) if climbs else there
 
     def height(z: Tensor) -> Tensor:
         return counted(z).nan_to_num(nan=-math.inf, posinf=-math.inf)
@@ -739,10 +740,11 @@ def _each(fn: Any, *args: Tensor) -> Any:
     return tuple(value[None] for value in found) if isinstance(found, tuple) else found[None]
 
 
-def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Params:
+def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params, mapped: bool = True) -> Params:
     """`moments` (rows; n of 1 or 2) moved to where `log_density`, of rows (N, n) to (N,), has its mode at this Z_G, and
     scaled by the curvature there: q(Z_L | Z_G) may be far off where Z_G is far from q's mean. By Newton's steps, the
-    best of `SHARES` of each; rows that are not curved downwards keep their scale, and such as run off keep all."""
+    best of `SHARES` of each; rows that are not curved downwards keep their scale, and such as run off keep all. Where
+    nothing is `mapped` over Z_G, a step that no row takes is the last: all further ones would be the same."""
     loc, log_scale = moments["loc"], moments["log_scale"]
     n, slope = loc.shape[-1], torch.func.grad(lambda z: log_density(z).sum())
 
@@ -771,7 +773,10 @@ def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Pa
         step = (factor @ (white * (_STRIDE / length.clamp(min=_STRIDE))).unsqueeze(-1)).squeeze(-1)
         tried = torch.stack([at + share * step for share in SHARES])
         heights = over_draws(log_density, tried).nan_to_num(nan=-math.inf)
+        began = at
         at, height = likeliest(tried[0], heights[0], [*tried[1:], at], [*heights[1:], height])
+        if not mapped and torch.equal(at, began):
+            break
     _, factor = curved(at)
     good = (at.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[:, None]
     scale = factor.diagonal(dim1=-2, dim2=-1)

@@ -110,7 +110,7 @@ def test_latents_are_integrated_out_whatever_their_conditionals(
     assert _integrated(*latents, log_scale) < within
     if log_scale < -2:
         monkeypatch.setattr(weighing, *attack)
-        monkeypatch.setattr(weighing, "_around_mode", lambda _, moments: moments)
+        monkeypatch.setattr(weighing, "_around_mode", lambda _, moments, **__: moments)
         monkeypatch.setattr(weighing, "_looked", lambda *args: args[-1])
         assert _integrated(*latents, log_scale) > 0.8
 
@@ -192,7 +192,7 @@ def test_six_cities_are_weighed_as_by_a_fine_integral(monkeypatch: pytest.Monkey
     assert "sds off" in str(moved.weighed(moved.found(0)).against())
     beside = _cities(CITIES_MEAN, beside=6.0)
     assert beside.wrong_by(beside.found(0)) < 0.005
-    monkeypatch.setattr(weighing, "_around_mode", lambda _, moments: moments)
+    monkeypatch.setattr(weighing, "_around_mode", lambda _, moments, **__: moments)
     monkeypatch.setattr(weighing, "_looked", lambda *args: args[-1])
     assert beside.weighed(beside.found(0)).error > final_server.PRECISE
     monkeypatch.setattr(weighing, "_GRIDS", {})
@@ -539,6 +539,7 @@ def test_at_scouts_latents_are_integrated_roughly_and_on_the_safe_side(n_record:
 # ---- where it cannot be mapped ----
 
 
+@pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("latents", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_program_that_cannot_be_mapped_is_weighed(latents: bool) -> None:
     """Pyro's ordered logistic works in place; it is evaluated one by one."""
