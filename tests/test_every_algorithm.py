@@ -240,6 +240,7 @@ WARM = {"pvi", "bcm", "vcl", "streaming-vb"}
 ALL_NEEDED = {"vertical", "soul"}
 
 
+@pytest.mark.usefixtures("few_draws")
 @cases(secret=True)
 def test_a_lost_answer_leaves_its_silo_as_it_was(case: Case) -> None:
     """The total lacks its term, masked or not, and it goes on from the state before; by default no sum does without."""

@@ -94,7 +94,7 @@ def test_diagonal_family_reaches_the_mean_field_posterior() -> None:
 def test_structured_models_reach_the_exact_posterior(make: Callable[[], Conjugate]) -> None:
     """Local latents, uneven silos, masked sums: 0.15 posterior sd in the mean, 10% in the sd, in six sums."""
     problem = make()
-    result = sf.fit(problem.model, problem.silos, sf.PVI(rounds=6, local_steps=200))
+    result = sf.fit(problem.model, problem.silos, sf.PVI(rounds=6, local_steps=100))
     for site, mean in problem.mean.items():
         sd = problem.sd[site]
         assert ((result.posterior[site].mean - mean).abs() < 0.15 * sd).all()
