@@ -220,6 +220,7 @@ def test_a_silo_lost_in_the_first_sum_of_a_merge_has_no_weight_in_the_rest() -> 
     assert server.state.algorithm.records == 60
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_latents_refer_to_the_last_merge_where_the_last_sum_is_not_made() -> None:
     """A silo is lost there, so that nobody's answer is used. The control is that silo, which did not hear of the last
     q."""
