@@ -286,6 +286,7 @@ def test_other_optimisers_run(optimizer: str) -> None:
     assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.5 * problem.sd["mu"]
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_a_run_that_has_not_converged_says_so() -> None:
     problem = make_intercepts()
     with pytest.warns(SecureFVIWarning, match="without converging"):

@@ -163,6 +163,7 @@ def test_far_out_one_silos_likelihood_is_not_the_total(monkeypatch: pytest.Monke
         block = asked.table.blocks[3]
         far, total = hiding.unreadable(asked.total[WEIGHED], block), hiding.read(asked.total[WEIGHED], block)
         z = points(asked.server.problem, asked.q).all.numpy()
+        assert far.any() or scale < 1e6
         if far.sum() > 12:
             assert _off(_gram(z[far], total[far])) > 0.5
         # What is told is the sum over all silos.
@@ -197,8 +198,9 @@ def test_a_curve_out_of_range_is_not_told(monkeypatch: pytest.MonkeyPatch, cut: 
     *ALGORITHMS.values(), sf.SFVIAvg(rounds=4, local_steps=5, total_records=sum(SIZES)),
 ], ids=lambda algorithm: algorithm.name)  # fmt: skip
 def test_nobody_refuses_a_final_q(algorithm: Any) -> None:
-    """A refusal would name the silo that is past the bound: by the width at which each begins, its X'X."""
-    for scale in (1e4, 1e6, 1e10):
+    """A refusal would name the silo that is past the bound: by the width at which each begins, its X'X. Those of SFVI
+    and PVI are asked further out above."""
+    for scale in (1e4,) if algorithm in ALGORITHMS.values() else (1e4, 1e6, 1e10):
         assert hiding.unreadable(_ask(scale, algorithm).total[WEIGHED], _table(len(SIZES)).blocks[3]).any()
 
 
