@@ -82,10 +82,11 @@ class Columns:
         p(response | sum of the silos' predictors)
 
     likelihood: as in `algorithms.vertical.likelihoods`. response (N,), and offset (N,) where there is one: held by the
-    server, and under `algorithm.response = "shared"` by every silo. predictors: a Pyro program a silo, which takes the
-    silo's columns and returns its predictor; `linear()` by default. A silo's data are the arguments of its program, row
-    i the same person everywhere (`secure_fvi.alignment`), and `sf.Shared` values that its rows share. Under `RecordDP`
-    one person's columns at one silo, and where it is private the label, are protected (adjacency: values replaced).
+    server, under `algorithm.response = "shared"` by every silo too, and under "silos" by these alone. predictors: a
+    Pyro program a silo, which takes the silo's columns and returns its predictor; `linear()` by default. A silo's data
+    are the arguments of its program, row i the same person everywhere (`secure_fvi.alignment`), and `sf.Shared` values
+    that its rows share. Under `RecordDP` one person's columns at one silo, and where it is private the label, are
+    protected (adjacency: values replaced).
     """
 
     likelihood: Likelihood
@@ -159,7 +160,7 @@ def column_parties(
     for name, program in zip(names, programs, strict=True):
         owner = b"silo/" + name.encode()
         secret = silo_secret(lambda o=owner: derived_secret(seed, o), bool(bare.terms), options["noise_key"])  # type: ignore[misc]
-        seen = known if algorithm.response == "shared" else ()
+        seen = () if algorithm.response == "private" else known
         # Silos of one program and shape share its traces; it holds no data.
         rows = columns[name]
         key = (program, tuple((k, v.shape[1:], v.dtype) for k, v in rows.items()))
@@ -176,7 +177,8 @@ def column_parties(
         guards = guards._replace(holder=holder)
     built = {n: Silo(n, *views[n], silo_sums[n], guards.gates[n], released=guards.released(n)) for n in ordered}
     gate = guards.holder.gates[RESPONSE_HOLDER] if guards.holder is not None else None
-    server = Server(problem, algorithm.program(problem, Held(known, gate)), server_sum, noise)
+    held = Held(known if algorithm.server_knows else None, gate)
+    server = Server(problem, algorithm.program(problem, held), server_sum, noise)
     return Parties(server, LocalEngine(built), guards)
 
 

@@ -31,7 +31,8 @@ DISCLOSURES = {
     "per_silo_rows": "a total has a row a silo: the server reads each silo's own values in it",
     "person_rows": "a total has a row a person, without noise: whoever knows a silo's predictor for most of the people "
     "learns it for the others from the totals of some rounds (R^2 1.00 measured where the auxiliary variables are "
-    "integrated out, .1 to .9 in the other families); the broadcasts tell everybody's label, where labels are classes",
+    "integrated out, .1 to .9 in the other families); the broadcasts tell everybody's label, where labels are classes, "
+    "unless the silos alone know them",
     "single_silos": "a sum is of one silo alone, or the job's sums are equations for each: the server, and with the "
     "next broadcasts all silos, learn its term",
     "changing_cohorts": "exact sums over a part of the silos that changes from sum to sum: their differences come "
@@ -42,6 +43,15 @@ DISCLOSURES = {
     "exact_counts": "the number of records without noise, beside numbers with noise",
     "objective": "the bound, with noise that the same epsilon pays for",
     "adaptive_clipping": "the share of silos below the clipping norm, with noise that the same epsilon pays for",
+}
+#: Of a job whose silos hold columns of the same people: who learns their response, by the algorithm's option.
+LABELS = {
+    "shared": "the server has it and tells it to every silo",
+    "private": "the server has it; every silo is told each person's slope of the likelihood, which tells the label "
+    "where labels are classes, and with the other silos' predictors the value",
+    "silos": "one silo has it and tells it to every other, sealed, so that the server is never told; the server sees "
+    "the sum of predictors round after round, which says of each person what the fitted model says, and q(gamma) at "
+    "the end; one that names other sums than there were learns more, from what silos then add up",
 }
 _POINT = ("its own copy",)
 #: Words for each block, one of which has to stand in what its phase is declared to be. Names end where a "/" stands.
@@ -89,7 +99,8 @@ class Declaration:
     which one step of a silo's term rests, at least, in expectation: at some learning rates a last step leaves nothing
     of those before it, so that what they saw does not count. because: the options, with their values, by which it shows
     single silos' terms, or asks a part of them. shows: whether another option says that it may show these. people: a
-    total has a row a person, of columns that silos hold of the same people.
+    total has a row a person, of columns that silos hold of the same people. labels: who
+    learns their response, in words.
     """
 
     rounds: int
@@ -100,6 +111,7 @@ class Declaration:
     because: str = ""
     shows: bool = False
     people: bool = False
+    labels: str = ""
 
 
 class Declares(Protocol):
@@ -174,6 +186,7 @@ class Disclosure:
     lacking: int = 0
     differences: int = 0
     people: bool = False
+    labels: str = ""
 
     @property
     def exact(self) -> bool:
@@ -284,7 +297,7 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
     phases = tuple(Phase(**dataclasses.asdict(s), at_least=_at_least(s, aggregation, privacy)) for s in declared.sums)
     found = Disclosure(
         algorithm.name, kind, silos, declared.rounds, phases, declared.keeps, declared.rows, declared.share, privacy,
-        people=declared.people,
+        people=declared.people, labels=declared.labels,
     )  # fmt: skip
     lacking = getattr(aggregation, "max_missing", 0) if found.exact else found.missing
     found = dataclasses.replace(found, lacking=lacking if kind != "plain" else 0)

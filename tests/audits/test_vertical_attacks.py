@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 from scipy.integrate import trapezoid
+from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.vertical import Bernoulli, Vertical
+from secure_fvi.algorithms.vertical import Bernoulli, Vertical, shared_batch
+from secure_fvi.algorithms.vertical.likelihoods import slopes
+from secure_fvi.audits.scores import auc
 from secure_fvi.audits.vertical import LABEL_ATTACKS, World, auc_bound, column_rows, guess_labels, label_rows, record
 from secure_fvi.errors import InputError
+from secure_fvi.fitting import build_parties
 from secure_fvi.models.vertical_programs import VerticalDataset, linear, make_data
 
 EPSILON, DELTA = 1.0, 1e-5
@@ -55,6 +62,38 @@ def test_columns() -> None:
     assert masked["columns from messages"].finding == "nothing found"
     assert masked["columns from totals"].finding == "leaks"
     assert all(row.finding == "nothing found" and row.valid for row in private.values())
+
+
+def test_labels_that_silos_alone_know_are_not_in_what_the_server_sees() -> None:
+    """Labels of coins, which columns say nothing of. The server sees sums of predictors, whose means say what the model
+    fitted. The control: were each round's gradient in gamma summed too, as it is from silos that are not told the
+    response, batches made it a system of equations for the labels, which is solved exactly."""
+    people, rounds, rng = 16, 20, torch.Generator().manual_seed(3)
+    x = torch.randn(people, 2, generator=rng).double()
+    y = torch.bernoulli(torch.full((people,), 0.5), generator=rng).double()
+    config = Vertical(response="silos", rounds=rounds, batch_size=8, learning_rate=0.05)
+    silos = [{"x": column} for column in x.split(1, 1)]
+    parties = build_parties(sf.Columns(Bernoulli(), y), silos, config, sf.Plain(), compile=False)
+    likelihood = config.resolved(Bernoulli()).seen_by_holder(Bernoulli(), 2)
+    seen, equations, told = np.full((rounds, people), np.nan), np.zeros((rounds, people)), np.zeros(rounds)
+    for at in range(rounds):
+        parties.engine.run(parties.server.round())
+        s, who = parties.server.state.algorithm.total, shared_batch(0, at, people, 8)
+        seen[at, who] = s[:, 0].numpy()
+
+        def pull(labels: Tensor, s: Tensor = s) -> Tensor:
+            nothing = torch.zeros_like(labels)
+            return slopes(likelihood, labels, nothing, s, s.new_zeros(1), torch.ones_like(labels)).predictor[:, 0]
+
+        if_one, if_none = (pull(torch.full((8,), value).double()) for value in (1.0, 0.0))
+        equations[at, who] = (if_one - if_none).numpy()
+        told[at] = float((pull(y[torch.from_numpy(who)]) - if_none).sum())
+
+    def score(guess: npt.NDArray[Any]) -> float:
+        return float(auc(y.numpy(), guess, np.arange(people)).value)
+
+    assert score(np.linalg.lstsq(equations, told, rcond=None)[0]) == 1.0
+    assert max(score(np.nanmean(seen[half:], 0)) for half in (0, rounds // 2)) < 0.8
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (1.0, 1e-3), (4.0, 0.05)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.vertical import Bernoulli, Gaussian, Poisson, Soul, Vertical
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Categorical, Gaussian, Poisson, Soul, Vertical
 from secure_fvi.algorithms.vertical.predictors import linear
 from secure_fvi.columns import VerticalResult
 from secure_fvi.driving import Parties
@@ -102,16 +103,18 @@ def _parties(config: Vertical, response: Tensor | None = None, silos: int = 3) -
 
 
 def test_who_holds_what() -> None:
-    """The server holds no column and no silo's z_j; a private response never reaches a silo."""
+    """The server holds no column and no silo's z_j; a private response never reaches a silo, and one that silos alone
+    know never reaches the server."""
     secret = torch.randn(N, generator=torch.Generator().manual_seed(8))
-    for response in ("private", "shared"):
-        parties = _parties(Vertical(response=response, rounds=9), secret)  # type: ignore[arg-type]
+    for response in ("private", "shared", "silos"):
+        parties = _parties(Vertical(response=response, rounds=9), secret)
         for _ in range(3):
             parties.engine.run(parties.server.round())
         silo = parties.engine.silos["silo-1"]
         assert not torch.isin(silo.view.rows["x"].flatten(), _reachable(parties.server)).any()
         reached = torch.isin(secret, _reachable(parties.engine)).any()
-        assert bool(reached) == (response == "shared")  # the second is the control
+        assert bool(reached) == (response != "private")  # the others are the control
+        assert bool(torch.isin(secret, _reachable(parties.server)).any()) == (response != "silos")
 
 
 def test_the_broadcast_carries_the_pull_and_nothing_of_one_silo() -> None:
@@ -131,6 +134,17 @@ def test_the_broadcast_carries_the_pull_and_nothing_of_one_silo() -> None:
     last = [b for b in broadcasts if b.round == 1]
     assert len(last) == 3
     assert all(torch.equal(b.tensors["pull"], last[0].tensors["pull"]) for b in last)
+
+
+def test_silos_that_alone_know_the_response_find_what_the_server_would() -> None:
+    """Each takes the server's step on gamma itself: the silos' own posteriors are the same to the last bit, gamma's up
+    to what the secure sum rounds, in batches and after several local steps too."""
+    config = Vertical(response="private", rounds=5, batch_size=20, local_steps=2)
+    theirs, own = _fit(config), _fit(dataclasses.replace(config, response="silos"))
+    assert torch.equal(_means(theirs), _means(own))
+    for name, value in theirs.variational.eta.items():
+        torch.testing.assert_close(own.variational.eta[name], value, rtol=0, atol=1e-9)
+    assert own.elbo is None  # of which every round's part would be an equation for the labels
 
 
 def test_silos_may_be_absent_up_to_the_bound() -> None:
@@ -227,6 +241,18 @@ def test_bad_input_is_refused() -> None:
         sf.fit(sf.Columns(Bernoulli(), y, [linear()] * 2), columns)
     with pytest.raises(InputError, match="power-likelihood"):
         Vertical(model="power", response="private")
+    for options, words in (
+        ({"model": "power"}, "whose sign is the label; use model = 'augmented'"),
+        ({"auxiliary": Amortised()}, "follow each person's label; use auxiliary kind 'integrated'"),
+        ({"participation": 0.5, "max_staleness": 2}, "set participation = 1"),
+    ):
+        with pytest.raises(InputError, match=words):
+            Vertical(response="silos", **options)
+    with pytest.raises(InputError, match="needs z integrated out, which a Categorical likelihood cannot be"):
+        sf.fit(sf.Columns(Categorical(2), y), columns, Vertical(response="silos"))
+    privacy = sf.RecordDP(epsilon=1.0, delta=1e-5, clipping_norm=1.0)
+    with pytest.raises(InputError, match="would have no noise; use response = 'shared'"):
+        sf.fit(sf.Columns(Bernoulli(), y), columns, Vertical(response="silos"), privacy=privacy)
     with pytest.raises(InputError, match="belong together"):
         Vertical(participation=0.5)
     with pytest.raises(InputError, match="augmented"):

@@ -7,6 +7,8 @@
     silo:    with it takes that round's steps on its own q(theta_j) and q(z_j), then adds a new z_j to the sum s
     server:  augmented: works out the pull of s, and takes a step on q(gamma)
              power: sends s and gamma; silos add up their slopes d_j, and it takes its step with the second total
+             response = "silos": sends s; each silo, which knows y, works out the pull and takes the step on its own
+             copy of q(gamma), and the server hears of q(gamma) once, in a sum after the last round
 
 A silo replays the noise of the round it was last in from its own keyed generator, also when it was absent since. With
 `max_staleness` silos send the change of their z_j, and s is the running total: an absent silo's last z_j stays in.
@@ -54,7 +56,7 @@ from secure_fvi.algorithms.vertical.steps import (
     share,
 )
 from secure_fvi.compiled import Mode, Traced, TracedOnMade
-from secure_fvi.disclosure import Declaration, Sums, drawn
+from secure_fvi.disclosure import LABELS, Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, one_line
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Says, Schedule, Share, Whole, check
@@ -70,6 +72,8 @@ AUXILIARY_PHASE, SLOPE_PHASE = "auxiliary", "slope"
 HIDDEN_PHASE = "hidden"
 #: What the response's holder releases: dlog p / ds of each record.
 PULL_PHASE = "pull"
+#: The sum after the last round in which silos that alone know the response tell q(gamma).
+SHARED_PHASE = "gamma"
 #: Blocks: z_j, a row a record; a silo's part of the bound, nats; 1 from a silo whose own parameters still drift; the
 #: sum of unnormalised weights, where they are learned; d_j; the gradient in gamma; a silo's part of log p, nats.
 AUXILIARY, LOCAL, UNSETTLED, MASS, SLOPE, GAMMA, VALUE = (
@@ -82,7 +86,7 @@ class RunShape:
     """What follows from the model and the number of rounds, in variational runs and in SOUL."""
 
     model: Literal["augmented", "power"]
-    response: Literal["shared", "private"]
+    response: Literal["shared", "private", "silos"]
     rounds: int
     bound: float
 
@@ -99,6 +103,11 @@ class RunShape:
         return self.model == "power"
 
     @property
+    def server_knows(self) -> bool:
+        """Whether the server has the response."""
+        return self.response != "silos"
+
+    @property
     def phases(self) -> tuple[str, ...]:
         """The sums of a round, in order."""
         return (AUXILIARY_PHASE, SLOPE_PHASE) if self.is_power else (AUXILIARY_PHASE,)
@@ -111,7 +120,8 @@ class RunShape:
     def blocks(self, records: int, columns: int, gamma_size: int) -> dict[str, tuple[Block, ...]]:
         """Of each phase, for so many records a round."""
         rows, in_all = (records, columns), self.bound * records
-        first = [Block(AUXILIARY, rows, self.bound), Block(LOCAL, (), in_all), Block(UNSETTLED, (), 1.0)]
+        bound = [Block(LOCAL, (), in_all)] if self.server_knows else []  # of no use without the likelihood's part
+        first = [Block(AUXILIARY, rows, self.bound), *bound, Block(UNSETTLED, (), 1.0)]
         if self.weight_concentration is not None:
             first.append(Block(MASS, (), self.bound))
         second = Block(SLOPE, rows, self.bound), Block(GAMMA, (gamma_size,), in_all), Block(VALUE, (), in_all)
@@ -119,20 +129,34 @@ class RunShape:
 
     def declare(self, silos: int, private: bool) -> Declaration:
         """Every total has a row a record: what the silos' columns together say of a person."""
+        if private and not self.server_knows:
+            raise InputError(
+                "response = 'silos' is not available under privacy, as what silos tell of gamma would have no noise; "
+                "use response = 'shared'"
+            )
+        with_z = _WITH_Z if self.server_knows else ", whether its own parameters or gamma still drift"
         what = {
-            AUXILIARY_PHASE: "its auxiliary variable of each person" + ("" if private else _WITH_Z),
+            AUXILIARY_PHASE: "its auxiliary variable of each person" + ("" if private else with_z),
             SLOPE_PHASE: "its slope of the likelihood at each person, its gradient in the shared parameters gamma, and "
             "its weighted part of the log-likelihood",
         }
         asked = drawn(silos, self.participation)
         sums = tuple(Sums(phase, self.rounds, what[phase], *asked) for phase in self.phases)
+        if not self.server_knows:
+            sums += (Sums(SHARED_PHASE, 1, "its copy of q of the shared parameters gamma", silos, besides=True),)
         keeps, because = "its parameters' posterior", f"participation = {self.participation:g}"
         # Of batches nobody knows the share before the people are counted: it may be one person.
         share = 1.0 if getattr(self, "batch_size", None) is None else 0.0
-        return Declaration(self.rounds, sums, keeps, share=share, because=because, people=True)
+        labels = LABELS[self.response]
+        return Declaration(self.rounds, sums, keeps, share=share, because=because, people=True, labels=labels)
 
     def check_response(self) -> None:
         """Raise InputError for a model and a setting that do not go together."""
+        if self.is_power and not self.server_knows:
+            raise InputError(
+                "response = 'silos' keeps the response from the server, and in the power-likelihood model it sums a "
+                "slope a person, whose sign is the label; use model = 'augmented'"
+            )
         if self.model == "power" and self.response == "private":
             raise InputError(
                 "the power-likelihood model needs the response at every silo, since each evaluates the likelihood; "
@@ -148,8 +172,8 @@ class Vertical(RunShape):
     """Of the likelihood: of the sum of all z_j, or a weighted one at each silo of its eta_j and the others' z_k."""
     rho: Positive = 1.0
     """Standard deviation of z_j given eta_j: smaller is closer to the pooled model, and slower to fit."""
-    response: Literal["shared", "private"] = "shared"
-    """Who knows y: silos and server, or the server alone."""
+    response: Literal["shared", "private", "silos"] = "shared"
+    """Who knows y: silos and server, the server alone, or the silos alone (z integrated out)."""
     family: Literal["auto", "diagonal", "full", "low_rank"] = "auto"
     """Of theta_j, as in `families.global_family`; "auto" is diagonal where batches are drawn, since their noise
     accumulates in correlations that few records inform."""
@@ -199,6 +223,13 @@ class Vertical(RunShape):
                 "use an amortised or mean-field auxiliary"
             )
         Optimizer(self.optimizer, self.learning_rate)
+        if not self.server_knows and not isinstance(self.auxiliary, Integrated | Auto):
+            raise InputError(
+                "response = 'silos' keeps the response from the server, and z_j of these auxiliary families follow "
+                "each person's label; use auxiliary kind 'integrated'"
+            )
+        if not self.server_knows and self.max_staleness:
+            raise InputError("response = 'silos': each silo follows gamma through every round; set participation = 1")
         if (self.participation < 1) != (self.max_staleness > 0):
             raise InputError("participation below 1 and max_staleness above 0 belong together: give both or neither")
         if self.max_staleness and (self.is_power or self.batch_size is not None):
@@ -213,6 +244,11 @@ class Vertical(RunShape):
         if isinstance(self.auxiliary, Integrated) and not possible:
             raise InputError(
                 f"a {type(likelihood).__name__} likelihood cannot be integrated over z; use another auxiliary"
+            )
+        if not self.server_knows and not possible:
+            raise InputError(
+                f"response = 'silos' needs z integrated out, which a {type(likelihood).__name__} likelihood cannot be: "
+                "take another likelihood, or let the server hold the response"
             )
         if not isinstance(self.auxiliary, Auto):
             return self
@@ -290,7 +326,7 @@ class VerticalView(NamedTuple):
 class Held(NamedTuple):
     """What the server holds of people: the response, and where privacy protects it the gate that guards it."""
 
-    response: Response
+    response: Response | None  # None where the silos alone know it
     gate: Gate | None = None
 
 
@@ -323,6 +359,14 @@ class Answered(NamedTuple):
     log_likelihood: Tensor  # () l_j, nats
 
 
+class Shared(NamedTuple):
+    """A silo's copy of q(gamma) where silos alone know the response; all silos' are the same. Empty otherwise."""
+
+    q: ServerParams
+    average: Params  # over the last rounds, as many as of its own parameters
+    monitor: stopping.Monitor
+
+
 class VerticalLocal(NamedTuple):
     """A silo's state. It never leaves the silo."""
 
@@ -336,12 +380,14 @@ class VerticalLocal(NamedTuple):
     logit: Tensor  # () of the likelihood weight
     answered: Answered
     monitor: stopping.Monitor  # of q(theta_j)
+    gamma: Shared
 
 
 class ColumnsProgram(Program):
     """What variational runs and SOUL share: what all parties derive alike, and the server's half.
 
-    It holds no data but the response, at the server: predictors differ between silos, so that each has its own program.
+    It holds no data but the response, at a server that has it: predictors differ between silos, so that each has its
+    own program.
     """
 
     problem: VerticalProblem  # type: ignore[assignment]
@@ -382,8 +428,15 @@ class ColumnsProgram(Program):
     def sums(self) -> dict[str, Sum]:
         rows, rounds = (self.batch_records, self.columns), self.config.rounds
         blocks, when = self.config.blocks(*rows, self.gamma_size), Phase(range(rounds))
-        sent, scalars = {"pull": rows, "curvature": ()}, ("scale", "averaging", "value")
+        sent: dict[str, tuple[int, ...]] = {"pull": rows, "curvature": ()}
+        scalars: tuple[str, ...] = ("scale", "averaging", "value")
+        if not self.config.server_knows:
+            sent, scalars = {"sum": rows}, ("scale", "averaging")
         found = {AUXILIARY_PHASE: Sum(blocks[AUXILIARY_PHASE], when, sent, frozenset({AUXILIARY}), scalars=scalars)}
+        if not self.config.server_knows:
+            size = sum(value.numel() for value in self._gamma_core().init().eta.values())
+            own, last = (Block(GAMMA, (size,), self.config.bound),), range(rounds, rounds + 1)
+            found[SHARED_PHASE] = Sum(own, Phase(last, ends=True), sent, scalars=scalars)
         if self.config.is_power:
             sent, scalars = {"sum": rows, "gamma": (self.gamma_size,)}, ("scale", "averaging", "mass")
             found[SLOPE_PHASE] = Sum(blocks[SLOPE_PHASE], when, sent, scalars=scalars)
@@ -432,31 +485,47 @@ class ColumnsProgram(Program):
 
     def set_server(self, held: Held) -> None:
         """Raises InputError for a likelihood that cannot be evaluated a record at a time where it has to be."""
-        config, problem = self.config, self.problem
-        self.response, self.gate = held
-        #: As the holder of the response sees the sum.
-        self.likelihood = config.seen_by_holder(problem.likelihood, len(problem.silos))
-        optimizer = Optimizer(config.optimizer, config.learning_rate)
-        self.server_core = VerticalServer(self.likelihood, optimizer, problem.dtype, config.family)
-        self._draws = server_draws(problem.seed)
-        self._respond = Traced(self.server_core.respond, (None,) * 4, problem.mode)
-        self._move_gamma = Traced(self.server_core.update, (None,) * 4, problem.mode)
+        self.held, self.gate = held
+        self.set_gamma()
         self._slopes = ByRecord(self._slopes_function, self._made_labels, "eager", "the likelihood")
         if self.gate is not None:
             self._check_likelihood()
 
+    def set_gamma(self) -> None:
+        """What whoever knows the response computes with: the server, or each silo."""
+        problem, self.server_core = self.problem, self._gamma_core()
+        self.likelihood, self._draws = self.server_core.likelihood, server_draws(problem.seed)
+        self._respond = Traced(self.server_core.respond, (None,) * 4, problem.mode)
+        self._move_gamma = Traced(self.server_core.update, (None,) * 4, problem.mode)
+
+    def _gamma_core(self) -> VerticalServer:
+        config, problem = self.config, self.problem
+        seen = config.seen_by_holder(problem.likelihood, len(problem.silos))
+        return VerticalServer(seen, Optimizer(config.optimizer, config.learning_rate), problem.dtype, config.family)
+
+    @property
+    def response(self) -> Response:
+        """What the server has of it."""
+        assert self.held is not None
+        return self.held
+
     def init(self) -> VerticalState:
-        gamma = self.server_core.init()
-        zero = self.move(torch.zeros(self.batch_records, self.columns))
-        gamma = ServerParams(*({k: v.to(self.problem.device) for k, v in d.items()} for d in gamma))
+        gamma, zero = self._gamma_start(), self.move(torch.zeros(self.batch_records, self.columns))
         return VerticalState(
             0, AUXILIARY_PHASE, gamma, gamma.eta, 0, zero, zero.new_zeros(()), 0.0, zero, 1.0, 0.0, math.nan, math.nan,
             stopping.start(),
         )  # fmt: skip
 
+    def _gamma_start(self) -> ServerParams:
+        return ServerParams(*({k: v.to(self.problem.device) for k, v in d.items()} for d in self.server_core.init()))
+
     def broadcast(self, state: VerticalState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         previous = state.round - 1  # silos now answer that round's pull
         scalars = {"scale": self.config.multiplier(max(previous, 0)), "averaging": float(self._averages(previous))}
+        tensors = {"sum": state.total}
+        if not self.config.server_knows:
+            asked = self.asked(state.round, state.phase)
+            return Broadcast(state.round, index, accepted, asked, scalars, tensors, state.phase)
         if state.phase == SLOPE_PHASE:
             scalars["mass"] = state.mass
             tensors = {"sum": state.total, "gamma": self._gamma(state)}
@@ -473,6 +542,10 @@ class ColumnsProgram(Program):
             )
         if message.phase == SLOPE_PHASE:
             return self._after_slopes(state, sums)
+        if message.phase == SHARED_PHASE:
+            told = self.move(sums[GAMMA]) / len(message.cohort)
+            state = state._replace(average=unflatten(told, state.average))
+            return state, Step(math.nan, self._rate(state), None, SHARED_PHASE, True)
         s = self.move(sums[AUXILIARY])
         if self.config.max_staleness:
             s = s + state.total
@@ -482,6 +555,10 @@ class ColumnsProgram(Program):
             mass=float(sums[MASS]) if MASS in sums else 1.0,
             unsettled=float(sums[UNSETTLED]) if UNSETTLED in sums else math.nan,
         )
+        if not self.config.server_knows:
+            step = Step(math.nan, self._rate(state), None, self._stage(self._averages(state.round)), False)
+            phase = AUXILIARY_PHASE if state.round + 1 < self.config.rounds else SHARED_PHASE
+            return state._replace(round=state.round + 1, phase=phase), step
         if self.config.is_power:
             step = Step(state.objective, self._rate(state), state.monitor.r_hat, SLOPE_PHASE, False)
             return state._replace(phase=SLOPE_PHASE), step
@@ -500,14 +577,15 @@ class ColumnsProgram(Program):
 
     def verdict(self, state: VerticalState) -> Verdict:
         """Whether gamma and, where silos say so, their own parameters stopped drifting."""
-        still = settled(state.monitor)
+        still = settled(state.monitor) or not self.config.server_knows  # silos say whether gamma is
         at_rest = still and (math.isnan(state.unsettled) or state.unsettled < 0.5)
         details = self.metrics(state)
         if self.terms:
             return Verdict(None, PRIVATE, details, not at_rest)
         if at_rest:
             return Verdict(True, "gamma and the silos' own parameters stopped drifting", details)
-        who = "gamma was" if not still else f"{round(state.unsettled)} silos' own parameters were"
+        own = "own parameters" if self.config.server_knows else "own parameters or gamma"
+        who = "gamma was" if not still else f"{round(state.unsettled)} silos' {own} were"
         advice = f"raise rounds (now {self.config.rounds}), lower learning_rate, or standardise the columns"
         return Verdict(False, f"{who} still drifting when the rounds were over; {advice}", details)
 
@@ -533,15 +611,23 @@ class ColumnsProgram(Program):
             )
         averaged = state.averaged + 1 if self._averages(state.round) else 0
         average = running_average(state.average, gamma.eta, averaged)
-        sd = self.server_core.family.stddev(gamma.eta)
-        sd = torch.where(sd > 0, sd, 1.0)  # a point has none
-        monitor = stopping.watch(stopping.observe(state.monitor, to_numpy(gamma.eta["loc"]), np.log(to_numpy(sd))))
+        monitor = self._watched(state.monitor, gamma.eta)
         finished = state.round + 1 >= self.config.rounds
-        step = Step(objective, self._rate(state), monitor.r_hat, "averaging" if averaged else "approach", finished)
+        step = Step(objective, self._rate(state), monitor.r_hat, self._stage(bool(averaged)), finished)
         ahead = state._replace(
             round=state.round + 1, objective=objective, gamma=gamma, average=average, averaged=averaged, monitor=monitor
         )
         return ahead, step
+
+    def _watched(self, monitor: stopping.Monitor, eta: Params) -> stopping.Monitor:
+        """After one more q(gamma)."""
+        sd = self.server_core.family.stddev(eta)
+        sd = torch.where(sd > 0, sd, 1.0)  # a point has none
+        return stopping.watch(stopping.observe(monitor, to_numpy(eta["loc"]), np.log(to_numpy(sd))))
+
+    @staticmethod
+    def _stage(averaging: bool) -> str:
+        return "averaging" if averaging else "approach"
 
     def _guarded(self, message: Broadcast, response: Response, s: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
         """The response's part of a round, clipped, noised and charged: pulls and the gradient in gamma."""
@@ -642,6 +728,8 @@ class VerticalProgram(ColumnsProgram):
             self._prior_gradient = Traced(self.core.prior_gradient, (None,) * 2, mode, by_shape=True)
             self._ascend = TracedOnMade(self._ascend_function, self._made_ascent, mode)
             self._check_predictor()
+        if not config.server_knows:
+            self.set_gamma()
         self._draw = Traced(self.core.draw, (None,) * 5, mode, by_shape=True)
         self._slope = Traced(self.core.slope, (None,) * 6, mode, by_shape=True)
         self._update = Traced(self.core.update, (None,) * 8, mode, by_shape=True)
@@ -654,16 +742,21 @@ class VerticalProgram(ColumnsProgram):
         sent = zero.new_zeros(view.size, self.columns) if self.config.max_staleness else zero
         gamma, scalar = zero.new_zeros(self.gamma_size), zero.new_zeros(())
         answered = Answered(zero, zero, gamma, scalar, scalar)
-        return VerticalLocal(params, moments, params.shared, 0, -1, 0, sent, scalar, answered, stopping.start())
+        q = ServerParams({}, {}) if self.config.server_knows else self._gamma_start()
+        known, monitor = Shared(q, q.eta, stopping.start()), stopping.start()
+        return VerticalLocal(params, moments, params.shared, 0, -1, 0, sent, scalar, answered, monitor, known)
 
     def answer(self, message: Broadcast, local: VerticalLocal, view: Any) -> Answer | RowAnswer:
         if message.phase == SLOPE_PHASE:
             return self._slopes_of(message, local, view)
+        if message.phase == SHARED_PHASE:
+            return self._told(message, local, view)
         if self.terms:
             return self._rows_of(message, local, view)
         if local.sent_round >= 0:
             params, moments = self._found(local)
-            incoming, scale = self._incoming(message, local)
+            incoming, scale, gamma = self._incoming(message, local, view)
+            local = local._replace(gamma=gamma)
             rows, response = self._rows(local.sent_round, view), self._response(local.sent_round, view)
             noise = self._noise(local, view)
             found = self._update(params, moments, rows, response, self.weights(), noise, incoming, scale)
@@ -673,8 +766,19 @@ class VerticalProgram(ColumnsProgram):
         z = draw.z
         if self.config.max_staleness:
             z, local = draw.z - local.sent, local._replace(sent=draw.z)
-        told = {AUXILIARY: z, LOCAL: draw.local, UNSETTLED: float(not settled(local.monitor)), MASS: local.logit.exp()}
+        still = settled(local.monitor) and (self.config.server_knows or settled(local.gamma.monitor))
+        told = {AUXILIARY: z, LOCAL: draw.local, UNSETTLED: float(not still), MASS: local.logit.exp()}
         return Answer(told, local)
+
+    def _told(self, message: Broadcast, local: VerticalLocal, view: VerticalView) -> Answer:
+        """After the last round: q(gamma), once it has answered that round too."""
+        if local.sent_round != message.round - 1:
+            raise ProtocolError(
+                f"silo '{view.silo}': gamma after round {message.round}, the last of which it is not in"
+            )
+        _, _, gamma = self._incoming(message, local, view)
+        own = torch.cat([value.reshape(-1) for _, value in sorted(gamma.average.items())])
+        return Answer({GAMMA: own}, local._replace(gamma=gamma))
 
     def local_fit(self, local: VerticalLocal) -> Any:
         """Averaged over the last rounds."""
@@ -707,14 +811,29 @@ class VerticalProgram(ColumnsProgram):
         record = take(local.moments.record, self.batch(local.sent_round))
         return self._record_params(local), Moments(local.moments.shared, record)
 
-    def _incoming(self, message: Broadcast, local: VerticalLocal) -> tuple[Incoming, Tensor]:
-        """What the round that `local` is in is answered, now that the pull on it is known; and the step's scale ()."""
-        pull, h = self.move(message.tensors["pull"]), self.move(message.tensors["curvature"])
-        scale = pull.new_tensor(message.scalars["scale"])
+    def _incoming(
+        self, message: Broadcast, local: VerticalLocal, view: VerticalView
+    ) -> tuple[Incoming, Tensor, Shared]:
+        """What the round that `local` is in is answered, now that the pull on it is known, or follows from s; the
+        step's scale (); and q(gamma) after its step, where that is the silo's to take."""
+        scale = local.logit.new_tensor(message.scalars["scale"])
+        known = local.gamma
+        if self.config.server_knows:
+            pull, h = self.move(message.tensors["pull"]), self.move(message.tensors["curvature"])
+        else:
+            response, noise = self._response(local.sent_round, view), self._gamma_noise(local.sent_round)
+            assert isinstance(response, Response)
+            gamma = self.server_core.gamma(known.q.eta, noise)
+            pull, h, in_gamma, _ = self._respond(response, self.move(message.tensors["sum"]), gamma, self.weights())
+            step = self.move(message.scalars["scale"])  # as the server would take it
+            q = ServerParams(*self._move_gamma(known.q, in_gamma, noise, step)[0])
+            averaged = local.averaged + 1 if message.scalars["averaging"] else 0
+            known = Shared(q, running_average(known.average, q.eta, averaged), self._watched(known.monitor, q.eta))
         if self.config.is_power:
             a = local.answered
-            return Incoming(pull - a.own, h * (1 - a.share), a.others, a.gamma, a.share), scale
-        return Incoming(pull, h, torch.zeros_like(pull), pull.new_zeros(self.gamma_size), torch.ones_like(h)), scale
+            return Incoming(pull - a.own, h * (1 - a.share), a.others, a.gamma, a.share), scale, known
+        others, none = torch.zeros_like(pull), pull.new_zeros(self.gamma_size)
+        return Incoming(pull, h, others, none, torch.ones_like(h)), scale, known
 
     def _finished(self, message: Broadcast, local: VerticalLocal, new: SiloParams, moments: Moments) -> VerticalLocal:
         """After the steps of the round that `local` is in."""
@@ -741,7 +860,7 @@ class VerticalProgram(ColumnsProgram):
         if local.sent_round < 0:
             return RowAnswer(None, lambda _: self._drawn(message, local, view))
         params, moments = self._found(local)
-        incoming, scale = self._incoming(message, local)
+        incoming, scale, _ = self._incoming(message, local, view)
         noise, sent = self._noise(local, view), self._rows_alone(local, params, view)
         rows, response = self._rows(local.sent_round, view), self._response(local.sent_round, view)
         records = (params.record, rows, response, noise.z, sent, incoming.pull)
