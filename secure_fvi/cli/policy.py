@@ -200,12 +200,14 @@ def _alignment_lines(job: Config) -> list[str]:
             "guesses all of these can tell that the guess is right",
             "a policy allows this by 'alignment' of its data set",
         ]
+    listed = job.response is not None and job.response.data is not None  # the server has a list too, of its own file
     return [
         f"{by}, matched in private before the first round (docs/vertical-alignment.md)",
         "  the server learns how many people each party holds, and how many all or some of them hold; a silo learns "
         "which of its own people all hold",
-        "  each other party, the server too, tests as many identifiers against this site's as it committed to before: "
-        f"all together at most {len(job.silo)} times 'largest' in each of 'matchings' jobs",
+        f"  each other {'party, the server too,' if listed else 'silo'} tests as many identifiers against this site's "
+        f"as it committed to before: all together at most {len(job.silo) - 1 + listed} times 'largest' in each of "
+        "'matchings' jobs",
         "  the server compares the lists, and so names whom all hold: it may leave out whom it likes, but for 'fewest'",
         "a policy allows this by 'alignment' of its data set",
     ]
@@ -254,6 +256,8 @@ def allow(
     if job.alignment is not None:
         how["alignment"] = job.alignment.model_dump(mode="json")
         how["predictor"], installed = installed and _resolved(installed), None
+        if job.response is not None and job.response.silo == open_home(home).id:
+            how["response"] = list(job.response.columns)
     rules = _allowing(wording.loads(before.decode()), home, job, found, installed)
     if without_dp:
         rules["privacy"]["dp"] = "optional"
@@ -288,13 +292,18 @@ def _fits(decision: Decision, home: Home) -> str:
     config = decision.local_config(site)
     if config.alignment is not None:
         from secure_fvi.deployment.columns_job import read_aligned
+        from secure_fvi.runs.federation import response_columns
 
         silo = next(s for s in config.silo if s.id == site)
         columns, ids, _ = read_aligned(Path(silo.data), f"'{silo.data}'", config.alignment)
+        told = ""
+        if config.response is not None and config.response.silo == site:
+            _, columns = response_columns(config.response, columns)
+            told = f"; it tells the other silos {', '.join(config.response.columns)}"
         names = ", ".join(columns) if silo.predictor is None else f"{silo.predictor} of {', '.join(columns)}"
         return (
             f"its table has {len(ids.rows)} people with an identifier of their own; {ids.missing + ids.invalid} rows "
-            f"have none that counts, {ids.duplicated} share theirs; predictor: {names}\n"
+            f"have none that counts, {ids.duplicated} share theirs; predictor: {names}{told}\n"
         )
     model = formula_model(config.model)
     _, found = formula_part(config, site, model)
@@ -426,6 +435,7 @@ def disclosure_json(d: Disclosure) -> dict[str, Any]:
         "phases": [_phase_json(p, d.privacy) for p in d.phases],
         "privacy": None if d.privacy is None else {"unit": d.privacy.unit, **dataclasses.asdict(d.privacy)},
         "kept_at_silos": d.keeps,
+        **({"response": d.labels} if d.labels else {}),
     }
 
 
@@ -514,6 +524,8 @@ def _lines(d: Disclosure) -> Iterator[str]:
     if d.kind == "plain":
         yield "the server sees each silo's own contribution: a plain sum hides nothing"
     yield f"who learns a total: {'; '.join(d.learn)}"
+    if d.labels:
+        yield f"the response: {d.labels}"
     yield from _privacy_lines(d)
     yield "public besides: the silos' names and number, who answered and when, sizes of messages"
     yield f"stays at a silo: {d.keeps}"

@@ -4,13 +4,17 @@ A site's job is there in full once it is known who the people are and, where all
 answers the messages by which that is found out. From then on it is a job like any other.
 
     sorted     all files have the same people, sorted by identifier: each silo states the digest of its order
-    matching   private matching over the job's own stream; the server is the matcher, and has a list of its own: that of
-               the response's file
+    matching   private matching over the job's own stream; the server is the matcher, and, where it has the response's
+               file, a party with the list of that
 
 The digest of the order, the number of people and the digest of a shared response stand in the session's name
 (`JobOffer.within`): silos that were told different ones have no keys in common.
 
-state/jobs/JOB/response            a shared response, sealed
+A response that lies at a silo is known to the silos alone: each other silo signs a key of its own for it, and the
+server carries what that silo seals for each (HPKE, RFC 9180), which it cannot open.
+
+state/jobs/JOB/response            a response that all silos know, sealed
+               response.key        what opens the one that is sealed for this silo, sealed
                predictor           the digest of the silo's own program
                matching.evaluated  the silo's key, what it evaluated and for whom, sealed; gone when the job is over
 
@@ -22,12 +26,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from safetensors.torch import save
 from torch import Tensor
 
@@ -69,6 +77,8 @@ from secure_fvi.deployment.session_messages import (
     Known,
     Learned,
     Open,
+    Told,
+    Wanted,
     columns_schema,
     pack_schema,
 )
@@ -80,6 +90,7 @@ from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import write_atomically
 from secure_fvi.guarding import Guards
+from secure_fvi.privacy.chain import signed
 from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.runs.config import Alignment, Config, Model
 from secure_fvi.runs.federation import response_columns, row_ids, silo_columns
@@ -87,7 +98,9 @@ from secure_fvi.runs.options import LIKELIHOODS, build, named
 from secure_fvi.runs.records import read_table
 
 _log = logging.getLogger(__name__)
-_STORE, _RESPONSE = "matching.evaluated", "response"
+_STORE, _RESPONSE, _KEY = "matching.evaluated", "response", "response.key"
+LABEL_KEY, LABEL_TOLD = b"secure-fvi/response-key/1/", b"secure-fvi/response-told/1/"
+_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 _MOST = LONGEST // 32  # places in a list: its outputs are one message
 
 
@@ -110,10 +123,24 @@ def read_aligned(
 
 
 def matching_roster(roster: ConsortiumRoster, offer: JobOffer) -> Roster:
-    """Who takes part in the matching of a job: its silos, and the server with the list of the response's file."""
-    names = sorted({*offer.silos, offer.server})
+    """Who takes part in the matching of a job: its silos, and the server with the list of the response's file, if it
+    has that."""
+    names = sorted({*offer.silos, *([] if holder_of(offer.config) else [offer.server])})
     members = tuple((name, roster.member(name).identity_key) for name in names)
     return Roster(digest(b"matching-job", offer.hash), members, min_cohort=2)
+
+
+def holder_of(config: Config) -> str | None:
+    """The silo that has the response; None where the server has it."""
+    return config.response.silo if config.response is not None else None
+
+
+def _key_statement(offer: JobOffer, silo: str, key: bytes) -> bytes:
+    return digest(b"response-key", offer.hash, silo.encode(), key)
+
+
+def _told_statement(offer: JobOffer, order: bytes, known: bytes) -> bytes:
+    return digest(b"response-told", offer.hash, order, known)
 
 
 # ---- at a site ----
@@ -140,13 +167,14 @@ class ColumnsJob(SiteJob):
         for line in spoilt:
             self.unfit.tell(line)
         table, self._prepared, ids = read
+        table, outcome = self._outcome_of(config, table)
         self._check_predictor(silo.predictor)
         rows, self._function = silo_columns(silo.predictor, key, table, self._likelihood.columns)
         with _of_data(home.id):
             where = device_named(config.run.device)
             self._table, _ = columns_of(home.id, rows, self._dtype, where, finite=not by_record)
             named = np.frombuffer(b"".join(hashlib.sha256(repr(i).encode()).digest() for i in ids), np.uint8)
-            used = {**rows, "ids": named.reshape(-1, 32)}
+            used = {**rows, **outcome, "ids": named.reshape(-1, 32)}
             try:
                 self.cohort = Cohort(home, offer, self.folder, used, self.decision.data)
             except DataError as error:
@@ -158,7 +186,7 @@ class ColumnsJob(SiteJob):
         private = self._chosen[2] is not None
         self._work = 0 if private else numbers_of([rows])
         self.threads = threads_of(config, self._work)
-        self.schema = Schema((), {})
+        self.schema = Schema((), self._offered_key())
         self._matching: MatchingSilo | None = None
         self._evaluated: HeldStore | None = None
         self._order, self._rows = b"", np.arange(len(self._prepared.rows))
@@ -167,7 +195,8 @@ class ColumnsJob(SiteJob):
         else:
             with _of_data(home.id):
                 self._order = sorted_order(self._prepared, offer.hash)
-            self.schema = columns_schema(len(self._rows), self._order)
+            ordered = columns_schema(len(self._rows), self._order)
+            self.schema = Schema((), {**ordered.constants, **self.schema.constants})
         self._settled = False
         self._settle()
 
@@ -204,7 +233,7 @@ class ColumnsJob(SiteJob):
         if kind == MATCH:
             return self._matched(body)
         if kind == KNOWN:
-            return CODEC.pack(Learned(self._learn(CODEC.unpack(body, Known).response)))
+            return CODEC.pack(self._on_response(CODEC.unpack_any(body)))
         self._check_settled()
         return super().handle(message)
 
@@ -218,7 +247,7 @@ class ColumnsJob(SiteJob):
             self._evaluated.close()
             self._evaluated = self._matching = None
         if outcome is not None:
-            for path in (*self.folder.glob(f"{_STORE}*"), self.folder / _RESPONSE):
+            for path in (*self.folder.glob(f"{_STORE}*"), self.folder / _RESPONSE, self.folder / _KEY):
                 path.unlink(missing_ok=True)
 
     def _check_settled(self) -> None:
@@ -238,7 +267,7 @@ class ColumnsJob(SiteJob):
         """Build what answers rounds, if people and response are known by now; whether they are."""
         if self._settled:
             return True
-        shared = self._algorithm.response == "shared"
+        shared = self._algorithm.response != "private"
         content = self._kept_response() if shared else b""
         if (shared and content is None) or not self._aligned():
             return False
@@ -246,7 +275,7 @@ class ColumnsJob(SiteJob):
         silos, where = tuple(self.decision.offer.silos), device_named(config.run.device)
         known: Response | tuple[()] = ()
         if content:
-            known = _response(self._likelihood, content, people, self._dtype, where)
+            known = _response(self._likelihood, content, people, self._dtype, where, self._salted)
         mode = choose_mode(config.run.compile, self._algorithm.expected_calls * len(silos), self._work)
         self.problem = VerticalProblem(  # type: ignore[assignment]
             self._likelihood, silos, people, config.seed, self._dtype, where, mode, self._chosen[2]
@@ -322,16 +351,100 @@ class ColumnsJob(SiteJob):
 
     # ---- the response ----
 
+    @property
+    def _salted(self) -> bool:
+        """Whether the response is one that the server must not try by its digest."""
+        return not self._algorithm.server_knows
+
+    def _outcome_of(self, config: Config, table: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """A table's columns without the response, and that where it lies here: y and offset, a row a row. Raises
+        DataError for one that the likelihood does not take."""
+        self._outcome: Response | None = None
+        if config.response is None or config.response.silo != self.home.id:
+            return table, {}
+        with _of_data(self.home.id):
+            (y, offset), table = response_columns(config.response, table)
+            self._outcome = response_of(self._likelihood, y, offset, torch.float64, torch.device("cpu"))
+        return table, {f"response/{name}": value for name, value in self._outcome._asdict().items()}
+
+    def _offered_key(self) -> dict[str, str]:
+        """The key for which the silo that has the response seals it, and its signature, for the server to carry there;
+        nothing where no silo tells it to this one."""
+        home, offer = self.home, self.decision.offer
+        if holder_of(offer.config) in (None, home.id):
+            return {}
+        path = self.folder / _KEY
+        if not path.exists():
+            fresh = X25519PrivateKey.generate().private_bytes_raw()
+            write_atomically(path, self._sealer.seal(_KEY, fresh), private=True)
+        key = self._opener().public_key().public_bytes_raw()
+        statement = _key_statement(offer, home.id, key)
+        signature = home.identity_in(self.decision.roster).sign(LABEL_KEY + statement)
+        return {"key": key.hex(), "signature": signature.hex()}
+
+    def _opener(self) -> X25519PrivateKey:
+        return X25519PrivateKey.from_private_bytes(self._sealer.open(_KEY, (self.folder / _KEY).read_bytes()))
+
+    def _on_response(self, message: Any) -> Learned | Told:
+        """What the server says of the response, by where that lies. Raises ProtocolError for what the job has not."""
+        holder, here = holder_of(self.decision.offer.config), self.home.id
+        shared = self._algorithm.response == "shared"
+        taken = {Known: shared, Wanted: holder == here, Told: holder not in (None, here)}
+        if not taken.get(type(message), False):
+            raise ProtocolError("the response of this job is not told in this way")
+        if not self._aligned():
+            raise ProtocolError("who the people are is not known yet, and so not whose response it is")
+        if isinstance(message, Wanted):
+            return self._tell_response(message)
+        return Learned(self._learn(self._opened(message) if isinstance(message, Told) else message.response))
+
+    def _tell_response(self, wanted: Wanted) -> Told:
+        """The response, sealed for a silo of the job that signed for its key."""
+        home, offer, roster = self.home, self.decision.offer, self.decision.roster
+        if wanted.silo not in offer.silos or wanted.silo == home.id:
+            raise ProtocolError(f"the response is for the other silos of the job, and '{wanted.silo}' is none")
+        statement = _key_statement(offer, wanted.silo, wanted.key)
+        if not signed(roster.member(wanted.silo).identity_key, LABEL_KEY, statement, wanted.signature):
+            raise ProtocolError(f"the key for the response is not signed by '{wanted.silo}'")
+        content = self._kept_response()
+        if content is None:
+            assert self._outcome is not None
+            own = {name: value[torch.from_numpy(self._rows)] for name, value in self._outcome._asdict().items()}
+            salt = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)
+            content = save({**own, "salt": salt})
+        told = _told_statement(offer, self._order, self._learn(content))
+        try:
+            sealed = _SUITE.encrypt(
+                content, X25519PublicKey.from_public_bytes(wanted.key), self._sealed_for(wanted.silo)
+            )
+        except ValueError:
+            raise ProtocolError(f"the key of '{wanted.silo}' is none") from None
+        return Told(sealed, home.identity_in(roster).sign(LABEL_TOLD + told))
+
+    def _opened(self, told: Told) -> bytes:
+        """The response that its silo sealed for this one."""
+        offer, holder = self.decision.offer, holder_of(self.decision.offer.config)
+        assert holder is not None
+        try:
+            content = _SUITE.decrypt(told.sealed, self._opener(), self._sealed_for(self.home.id))
+        except (InvalidTag, ValueError):
+            raise ProtocolError(f"what is said to be the response of '{holder}' is not sealed for this silo") from None
+        statement = _told_statement(offer, self._order, hashlib.sha256(content).digest())
+        key = self.decision.roster.member(holder).identity_key
+        if not signed(key, LABEL_TOLD, statement, told.signature):
+            raise ProtocolError(f"the response is not signed by '{holder}'")
+        return bytes(content)
+
+    def _sealed_for(self, silo: str) -> bytes:
+        """What the seal is bound to."""
+        return digest(b"response-sealed", self.decision.offer.hash, self._order, silo.encode())
+
     def _learn(self, content: bytes) -> bytes:
-        """Keep the response that all know; its digest. Once: another one is refused."""
-        if self._algorithm.response != "shared":
-            raise ProtocolError("the response of this job is not shared")
+        """Keep the response that all silos know; its digest. Once: another one is refused."""
         kept = self._kept_response()
         if kept is not None and kept != content:
             raise ProtocolError("another response was sent for this job before")
-        if not self._aligned():
-            raise ProtocolError("who the people are is not known yet, and so not whose response it is")
-        _response(self._likelihood, content, len(self._rows), self._dtype, torch.device("cpu"))
+        _response(self._likelihood, content, len(self._rows), self._dtype, torch.device("cpu"), self._salted)
         if kept is None:
             write_atomically(self.folder / _RESPONSE, self._sealer.seal(self.decision.offer.job, content), private=True)
         self._settle()
@@ -347,10 +460,13 @@ class ColumnsJob(SiteJob):
 
 
 def _response(
-    likelihood: Likelihood, content: bytes, people: int, dtype: torch.dtype, device: torch.device
+    likelihood: Likelihood, content: bytes, people: int, dtype: torch.dtype, device: torch.device, salted: bool = False
 ) -> Response:
-    """A shared response as it came. Raises ProtocolError for what is none, or not of so many people."""
-    found = wire.tensors(content, "the response", 2)
+    """A response as it came. salted: with bytes at random. Raises ProtocolError for what is none, or not of so many
+    people."""
+    found = wire.tensors(content, "the response", 3)
+    if salted and found.pop("salt", torch.zeros(0)).shape != (32,):
+        raise ProtocolError("the response has no 32 bytes at random, without which its digest would tell it")
     if found.keys() != {"y", "offset"} or any(t.shape != (people,) for t in found.values()):
         raise ProtocolError(f"the response is not of {people} people")
     try:
@@ -367,18 +483,22 @@ def _matching_goes_on(done: int, of: int) -> None:
 
 
 class ServerColumns:
-    """What the server of a vertical job has: its likelihood, and the file of the response."""
+    """What the server of a vertical job has: its likelihood, and the file of the response, unless a silo has that."""
 
     def __init__(self, config: Config, algorithm: Any, aggregation: SecureSum) -> None:
-        """Reads the file. Raises InputError, naming the key."""
+        """Reads the file, if there is one. Raises InputError, naming the key."""
         assert config.alignment is not None
         assert config.response is not None
         check_whole(aggregation)
         self.alignment, self.likelihood = config.alignment, likelihood_of(config.model)
         self.algorithm = algorithm.resolved(self.likelihood)
+        self.holder, self.digest = holder_of(config), b""
+        self._response: Response | None = None
+        if config.response.data is None:
+            return
         path, key = Path(config.response.data), "response.data"
         table, self._prepared, _ = read_aligned(path, key, config.alignment)
-        self._columns = response_columns(config.response, table)
+        self._columns, _ = response_columns(config.response, table)
         self.digest = hashlib.sha256(path.read_bytes()).digest()
 
     def agreed(
@@ -393,6 +513,9 @@ class ServerColumns:
         is bound to. joined: what each silo says of its rows, nothing before they are matched. folder: what this process
         keeps. exchange: one message to each silo, and its answer. Raises ProtocolError that names a silo."""
         matched = self.alignment.how == "matching"
+        if self.holder is not None:
+            order, people = self._carried(offer, home, folder, exchange) if matched else _one_order(joined)
+            return columns_schema(people, order, self._passed_on(joined, folder, exchange))
         order, rows = self._matched(offer, home, folder, exchange) if matched else self._sorted(joined, offer)
         at = torch.from_numpy(rows)
         y, offset = (None if c is None else c[at] for c in self._columns)
@@ -425,14 +548,68 @@ class ServerColumns:
         return VerticalProblem(self.likelihood, tuple(silos), people, seed, machine.dtype, device, mode, privacy)
 
     def program(self, problem: Any) -> Any:
-        """The server's half, with the response."""
-        return self.algorithm.program(
-            problem, Held(Response(*(c.to(problem.device, problem.dtype) for c in self._response)))
-        )
+        """The server's half, with the response, if it is here."""
+        known = self._response and Response(*(c.to(problem.device, problem.dtype) for c in self._response))
+        return self.algorithm.program(problem, Held(known))
 
     def result(self, done: Run[Any], aggregation: SecureSum) -> VerticalResult:
         """Of a run that has ended."""
         return column_result(done, self.algorithm, aggregation)
+
+    def _carried(
+        self,
+        offer: JobOffer,
+        home: Home,
+        folder: Path,
+        exchange: Callable[[Mapping[str, bytes]], dict[str, bytes]],
+    ) -> tuple[bytes, int]:
+        """The order and how many people are in it, by matching in which this process is the matcher, without a list.
+        Kept, since silos that have ended the job answer no more."""
+        path = folder / "people"
+        if not path.exists():
+
+            def answered(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+                return exchange({name: MATCH + message for name, message in messages.items()})
+
+            roster = matching_roster(home.roster(now()), offer)
+            found = carry(Matcher(roster).match(_matching_goes_on), answered)
+            if not found.matched:
+                raise InputError("alignment: no identifier stands in all files; is it written alike everywhere?")
+            _log.info("people: %d matched", found.matched)
+            write_atomically(path, found.order + found.matched.to_bytes(8, "big"))
+        kept = path.read_bytes()
+        return kept[:32], int.from_bytes(kept[32:], "big")
+
+    def _passed_on(
+        self,
+        joined: Mapping[str, Schema],
+        folder: Path,
+        exchange: Callable[[Mapping[str, bytes]], dict[str, bytes]],
+    ) -> bytes:
+        """The digest of the response, once the silo that has it has told it to every other, sealed for each."""
+        assert self.holder is not None
+        told = folder / "told"
+        if told.exists():
+            return told.read_bytes()
+        known = {}
+        for silo, schema in sorted(joined.items()):
+            said = schema.constants
+            if silo == self.holder:
+                continue
+            if "key" not in said:  # it was told before this process was started again
+                known[silo] = _bytes_of(silo, said, "response")
+                continue
+            wanted = Wanted(silo, _bytes_of(silo, said, "key"), _bytes_of(silo, said, "signature"))
+            (sealed,) = exchange({self.holder: KNOWN + CODEC.pack(wanted)}).values()
+            with answer_of(self.holder):
+                CODEC.unpack(sealed, Told)
+            (reply,) = exchange({silo: KNOWN + sealed}).values()
+            with answer_of(silo):
+                known[silo] = CODEC.unpack(reply, Learned).digest
+        if len(set(known.values())) != 1:
+            raise ProtocolError(f"silos have learned different responses: {', '.join(sorted(known))}")
+        write_atomically(told, next(iter(known.values())))
+        return told.read_bytes()
 
     def _matched(
         self,
@@ -457,9 +634,7 @@ class ServerColumns:
             try:
                 found = own.alignment()
             except ProtocolError:  # not agreed on yet
-                carry(
-                    Matcher(roster).match(lambda done, of: _log.info("matching: %d of %d places", done, of)), answered
-                )
+                carry(Matcher(roster).match(_matching_goes_on), answered)
                 found = own.alignment()
         finally:
             store.close()
@@ -482,3 +657,27 @@ class ServerColumns:
                     "or identifiers are written differently; align the files, or match (alignment.how = 'matching')"
                 )
         return order, np.arange(people)
+
+
+def _one_order(joined: Mapping[str, Schema]) -> tuple[bytes, int]:
+    """The order that all silos state, and how many people are in it."""
+    stated = {s: (_bytes_of(s, its.constants, "order"), its.constants.get("people")) for s, its in joined.items()}
+    first, *others = sorted(stated)
+    for silo in others:
+        if stated[silo] != stated[first]:
+            raise ProtocolError(
+                f"silos '{first}' and '{silo}' do not hold the same people in the same order: one file has others, or "
+                "identifiers are written differently; align the files, or match (alignment.how = 'matching')"
+            )
+    order, people = stated[first]
+    if type(people) is not int or people < 1:
+        raise ProtocolError(f"'{first}' does not say how many people it holds")
+    return order, people
+
+
+def _bytes_of(silo: str, said: Mapping[str, Any], name: str) -> bytes:
+    """What a silo states in hexadecimal. Raises ProtocolError that names it."""
+    try:
+        return bytes.fromhex(said[name])
+    except (KeyError, TypeError, ValueError):
+        raise ProtocolError(f"'{silo}' does not state its {name}") from None

@@ -175,7 +175,9 @@ def portable(config: Config, data_set: str) -> Config:
         model = model.model_copy(update={"function": f"{AT_SITE}.py:{model.function.rpartition(':')[2]}"})
     if isinstance(model.dictionary, str):
         model = model.model_copy(update={"dictionary": None})
-    response = config.response and config.response.model_copy(update={"data": AT_SITE})
+    response = config.response
+    if response is not None and response.data is not None:
+        response = response.model_copy(update={"data": AT_SITE})
     privacy = config.privacy and config.privacy.model_copy(update={"ledger": None, "data_set": data_set})
     return config.model_copy(update={"silo": silos, "model": model, "response": response, "privacy": privacy})
 

@@ -79,6 +79,7 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # delta = 1e-6
 # unit = "record"
 # predictor = "dose.py:effect"      # of a vertical job: this silo's own program, for which sandbox has to be "off"
+# response = ["died"]               # of a vertical job: columns that this site tells all its silos as the outcome
 # alignment = { column = "person" } # of a vertical job: as its [alignment], which says what identifies people
 # largest = 1048576                 # identifiers that each other party may test against this site's, in one job
 # matchings = 10                    # jobs for which the data set is matched

@@ -123,6 +123,7 @@ def _blanks(text: str) -> str:
 
 class DataRule(Table):
     """A population. path: None for the data of a shipped program; predictor: of a vertical run, "path/to/file.py:name".
+    response: the columns that this site tells the other silos of a vertical job, as its outcome and offset.
     dictionary, query, tables, columns, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort:
     whether other rows than those of the first job, or than those of a digest, are refused, or said in the site's log.
     alignment: by which columns, and how, the people of a vertical job are found; the job has to say the same. largest:
@@ -135,6 +136,7 @@ class DataRule(Table):
     id: Text
     path: Text | None = None
     predictor: Text | None = None
+    response: tuple[Text, ...] = ()
     alignment: Alignment | None = None
     largest: Annotated[int, Field(ge=1)] = 1 << 20
     matchings: Annotated[int, Field(ge=0)] = 10
@@ -160,8 +162,8 @@ class DataRule(Table):
             raise ValueError(
                 "query, tables, columns and missing need a dictionary, which `secure-fvi data describe` drafts"
             )
-        if self.path is None and (self.alignment is not None or self.predictor is not None):
-            raise ValueError("alignment and predictor are of a vertical job, which needs the path of a table")
+        if self.path is None and (self.alignment is not None or self.predictor is not None or self.response):
+            raise ValueError("alignment, predictor and response are of a vertical job, which needs the path of a table")
         if self.dictionary is not None and self.alignment is not None:
             raise ValueError("a vertical job reads numbers and ids, and no dictionary")
         if self.dictionary is not None and self.path is None:

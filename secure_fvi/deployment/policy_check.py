@@ -72,7 +72,7 @@ _JUDGED = {
     "Model": "program function record_plate silo_sites start formula family dictionary likelihood options",
     "Partition": "sizes count ids seed by_client",
     "SiloFile": "id data predictor dictionary query tables columns missing complete",
-    "Response": "data column offset",
+    "Response": "data silo column offset",
     "Alignment": "column how",
     "Algorithm": "name",
     "Aggregation": "kind",
@@ -236,6 +236,10 @@ def _vertical(config: Config, data: DataRule, policy: SitePolicy, site: str | No
         yield f"it finds people by {_said(wanted)}, and data set '{data.id}' lists no alignment"
     elif wanted != own:
         yield f"it finds people by {_said(wanted)} (data set '{data.id}' lists {_said(own)})"
+    asked_of = config.response.columns if config.response is not None and config.response.silo == site else ()
+    if site is not None and asked_of != data.response:
+        does, lists = ((", ".join(map(repr, names)) or "nothing") for names in (asked_of, data.response))
+        yield f"it has this site tell the other silos {does} as the outcome (data set '{data.id}' lists {lists})"
     asked = {s.id: s.predictor is not None for s in config.silo}
     if site is not None and asked.get(site, False) != (data.predictor is not None):
         has, lists = (

@@ -117,7 +117,7 @@ def remote_federation(
 
 @dataclass(frozen=True)
 class RemoteFederation(FederationBase):
-    """A run whose silos are elsewhere: this process holds no data, but in a vertical job the response."""
+    """A run whose silos are elsewhere: this process holds no data, but in a vertical job a response that it has."""
 
     model: FederatedModel | Elsewhere  # None of a vertical job
     silo_threads: Any  # as the user wrote it: each silo chooses by its own work

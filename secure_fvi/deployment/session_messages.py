@@ -8,6 +8,10 @@ MATCH + a message of matching   ->    of a vertical job alone: finds the people 
                                 <-    its answer
 KNOWN + Known(response)         ->    of a vertical job whose response is shared
                                 <-    Learned(its digest)
+KNOWN + Wanted(silo, its key)   ->    to the silo that has the response, where the server is not to see it
+                                <-    Told(the response, sealed for that silo)
+KNOWN + Told                    ->    to that silo
+                                <-    Learned(its digest)
 OPEN + Open(all fresh bytes)    ->    opens the session
                                 <-    Opened(session)
 ... rounds ...
@@ -108,14 +112,32 @@ class Known(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """digest: SHA-256 of the response that was sent; the session is bound to it (`columns_schema`)."""
+    """digest: SHA-256 of the response as it was told; the session is bound to it (`columns_schema`)."""
 
     digest: bytes
+
+
+class Wanted(NamedTuple):
+    """silo: to whom the response is to be told; key: X25519, 32 bytes, for this job alone; signature: on it, of the
+    silo's identity."""
+
+    silo: str
+    key: bytes
+    signature: bytes
+
+
+class Told(NamedTuple):
+    """sealed: by HPKE, for one silo, what `Known` holds with 32 bytes at random, so that its digest says nothing of it;
+    signature: on that digest, of the identity of the silo that has the response."""
+
+    sealed: bytes
+    signature: bytes
 
 
 #: A schema describes one record and what all silos share; it is no place for data.
 _LONGEST_SCHEMA = 64 << 20
 _hash, _hash_or_none, _index, _text = wire.binary(32), wire.binary(0, 32), wire.whole(), wire.text(200, 1)
+_signature = wire.binary(64)
 _texts, _hashes = wire.Listed(_text), wire.Listed(_hash)
 _SCHEMA = wire.Row(
     wire.Listed(wire.Row(_text, wire.Listed(wire.whole(2**40), 16), _text)), wire.Mapped(wire.plain), wire.binary()
@@ -130,13 +152,15 @@ CODEC = Codec(
         Ended: (5, ()),
         Known: (6, (wire.binary(),)),
         Learned: (7, (_hash,)),
+        Wanted: (8, (_text, _hash, _signature)),
+        Told: (9, (wire.binary(), _signature)),
     }
 )
 
 
 def columns_schema(people: int, order: bytes, response: bytes = b"") -> Schema:
     """What stands for a schema in a vertical job, whose silos have none in common: how many people, the digest of their
-    order, and that of a response that all know."""
+    order, and that of a response that all silos know."""
     return Schema((), {"people": people, "order": order.hex(), "response": response.hex()})
 
 

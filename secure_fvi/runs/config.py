@@ -121,11 +121,17 @@ class SiloFile(Table):
 
 
 class Response(Table):
-    """The response of a vertical run: a column of a data file, and the column of its offset."""
+    """The response of a vertical run: a column of a data file at the server, or of a silo's own file, and the column of
+    its offset."""
 
-    data: Name
+    data: Name | None = None
+    silo: Name | None = None
     column: Name = "y"
     offset: Name | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,) if self.offset is None else (self.column, self.offset)
 
 
 class Options(BaseModel):
@@ -266,7 +272,21 @@ class Config(Table):
             )
         if self.model.program is not None and (self.silo or self.response or self.alignment):
             raise ValueError("a program brings its silos and its response; leave out [[silo]], [response], [alignment]")
-        _differ([silo.id for silo in self.silo])
+        ids = [silo.id for silo in self.silo]
+        _differ(ids)
+        if self.response is not None:
+            self._check_response(self.response, ids)
+
+    def _check_response(self, response: Response, silos: Sequence[str]) -> None:
+        if (response.data is None) == (response.silo is None):
+            raise ValueError("[response] names the file with the outcome (data), or the silo whose file has it (silo)")
+        if response.silo is not None and response.silo not in silos:
+            raise ValueError(f"response.silo = '{response.silo}': no [[silo]] has this id")
+        said = self.algorithm.options.get("response", "shared")
+        if (response.silo is not None) != (said == "silos"):
+            where = "lies at a silo" if response.silo is not None else "has a file of the server's (response.data)"
+            right = "'silos'" if response.silo is not None else "'shared' or 'private', or name response.silo"
+            raise ValueError(f"algorithm.response = '{said}': the response {where}; set {right}")
 
     def to_toml(self) -> str:
         """The file that reads back to this configuration."""
@@ -371,7 +391,9 @@ def _absolute(config: Config, folder: Path) -> Config:
         )
         for s in config.silo
     )
-    response = config.response and config.response.model_copy(update={"data": str(folder / config.response.data)})
+    response = config.response
+    if response is not None and response.data is not None:
+        response = response.model_copy(update={"data": str(folder / response.data)})
     model = config.model
     if model.function is not None:
         model = model.model_copy(update={"function": str(folder / model.function)})

@@ -364,20 +364,24 @@ def _columns_from_files(config: Config, likelihood: Likelihood, aligned: Mapping
     assert config.response is not None
     by = config.alignment.columns if config.alignment is not None else ()
     tables = {s.id: read_table(Path(s.data), f"silo[{j}].data", by) for j, s in enumerate(config.silo)}
-    outcome = read_table(Path(config.response.data), "response.data", by)
+    if config.response.data is not None:
+        tables[_RESPONSE] = read_table(Path(config.response.data), "response.data", by)
     if aligned:
         at = {name: torch.from_numpy(a.rows) for name, a in aligned.items()}
         tables = {name: {k: v[at[name]] for k, v in table.items()} for name, table in tables.items()}
-        outcome = {k: v[at[_RESPONSE]] for k, v in outcome.items()}
-    response, offset = response_columns(config.response, outcome)
+    holder = config.response.silo or _RESPONSE
+    (response, offset), tables[holder] = response_columns(config.response, tables[holder])
     classes = likelihood.columns
     built = {s.id: silo_columns(s.predictor, f"silo[{j}]", tables[s.id], classes) for j, s in enumerate(config.silo)}
     rows, predictors = {n: b[0] for n, b in built.items()}, {n: b[1] for n, b in built.items()}
     return VerticalDataset(rows, predictors, response, offset)
 
 
-def response_columns(of: ResponseFile, table: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Response and offset, (N,) each, from the table of their file. Raises InputError, which names the key."""
+def response_columns(
+    of: ResponseFile, table: Mapping[str, Tensor]
+) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
+    """Response and offset, (N,) each, from the table of their file, and its other columns. Raises InputError, which
+    names the key."""
     found = []
     for key in ("column", "offset"):
         name = getattr(of, key)
@@ -386,7 +390,13 @@ def response_columns(of: ResponseFile, table: Mapping[str, Tensor]) -> tuple[Ten
         found.append(table[name] if name is not None else None)
     response, offset = found
     assert response is not None
-    return response, offset
+    others = {name: value for name, value in table.items() if name not in of.columns}
+    if of.silo is not None and not others:
+        raise InputError(
+            f"silo '{of.silo}' has no column but the response, and a silo adds a predictor of its own: add a column, "
+            "or let the server hold the response"
+        )
+    return (response, offset), others
 
 
 def _aligned(config: Config) -> dict[str, Alignment]:
@@ -398,11 +408,12 @@ def _aligned(config: Config) -> dict[str, Alignment]:
     assert config.response is not None
     if config.alignment is None:
         return {}
-    if _RESPONSE in {s.id for s in config.silo}:
+    if config.response.data is not None and _RESPONSE in {s.id for s in config.silo}:
         raise InputError(f"a silo cannot be called '{_RESPONSE}' where rows are aligned")
     rule, by = build(Normalisation, config.alignment.options, "alignment"), config.alignment.columns
     files = {s.id: (Path(s.data), f"silo[{j}].data") for j, s in enumerate(config.silo)}
-    files[_RESPONSE] = (Path(config.response.data), "response.data")
+    if config.response.data is not None:
+        files[_RESPONSE] = (Path(config.response.data), "response.data")
     ids = {name: row_ids(path, where, by) for name, (path, where) in files.items()}
     if config.alignment.how == "sorted":
         return _sorted({n: prepare(i, rule) for n, i in ids.items()})

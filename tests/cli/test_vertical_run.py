@@ -147,6 +147,35 @@ def test_files_that_are_sorted_are_taken_as_they_are(tmp_path: Path) -> None:
             federate(read(config, ['alignment.how="sorted"']), None)
 
 
+def test_a_silo_has_the_response_in_its_own_file(tmp_path: Path) -> None:
+    """It is no predictor there. The control: of the same file, without that, it is."""
+    config, at_silo = _federation(tmp_path), ["algorithm.response=silos", "algorithm.auxiliary={kind='integrated'}"]
+    for name, column in (("bank", ["income", "died"]), ("clinic", ["dose"])):
+        _write(tmp_path / f"{name}.csv", ["person", *column], [[f"P-{i}", *[i % 2] * len(column)] for i in range(3)])
+    config.write_text(config.read_text().replace('data = "outcome.csv"', 'silo = "bank"'))
+    found = federate(read(config, at_silo), None)
+    assert isinstance(found, VerticalFederation)
+    assert found.data.silos["bank"]["x"].flatten().tolist() == found.data.response.tolist()
+    _write(tmp_path / "outcome.csv", ["person", "died"], [[f"P-{i}", i % 2] for i in range(3)])
+    config.write_text(config.read_text().replace('silo = "bank"', 'data = "outcome.csv"'))
+    control = federate(read(config, []), None)
+    assert isinstance(control, VerticalFederation)
+    assert control.data.silos["bank"]["x"].shape == (3, 2)
+    config.write_text(config.read_text().replace('data = "outcome.csv"', 'silo = "bank"'))
+    for settings, words in (
+        (
+            ["response.silo=school", *at_silo],
+            r"response.silo = 'school': no \[\[silo\]\] has this id",
+        ),
+        ([], "algorithm.response = 'private': the response lies at a silo; set 'silos'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            read(config, settings)
+    _write(tmp_path / "bank.csv", ["person", "died"], [[f"P-{i}", i % 2] for i in range(3)])
+    with pytest.raises(InputError, match="'bank' has no column but the response"):
+        federate(read(config, at_silo), None)
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -157,6 +186,11 @@ def test_files_that_are_sorted_are_taken_as_they_are(tmp_path: Path) -> None:
         ('alignment.rules=["text", "date"]', "of 1 columns, and 2 rules"),
         ("model.likelihood=binomial", "model.likelihood = 'binomial'"),
         ("algorithm.model=power", "needs the response at every silo"),
+        (
+            "algorithm.response=silos",
+            "the response has a file of the server's (response.data); set 'shared'",
+        ),
+        ("response.silo=bank", "names the file with the outcome (data), or the silo whose file has it (silo)"),
         ("algorithm.name=sfvi", "is for vertical runs"),
         ("algorithm.auxiliary.kind=full", "algorithm.auxiliary.kind = 'full'"),
         ("partition.count=2", "[partition]"),

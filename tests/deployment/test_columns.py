@@ -8,7 +8,7 @@ import hashlib
 import random
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,17 @@ import numpy.typing as npt
 import pytest
 import torch
 from consortium_run import SILOS, Job, Sites, met
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from deployment_world import NOW, World, new_world
 from safetensors.torch import load_file, save
 
 from secure_fvi import wire
+from secure_fvi.aggregation.prg import digest
 from secure_fvi.alignment import MatchingSilo
 from secure_fvi.cli.policy import _alignment_lines
 from secure_fvi.deployment import holding, serving
-from secure_fvi.deployment.columns_job import read_aligned
+from secure_fvi.deployment.columns_job import _SUITE, _one_order, read_aligned
+from secure_fvi.deployment.columns_job import ColumnsJob as SiteColumns
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
@@ -40,6 +43,8 @@ from secure_fvi.deployment.session_messages import (
     Joined,
     Known,
     Open,
+    Told,
+    Wanted,
     columns_schema,
     schema_digest,
     unpack_schema,
@@ -50,12 +55,14 @@ from secure_fvi.deployment.trail_verify import _exchanges, compare
 from secure_fvi.driving import Progress
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import Alignment, Config, Model, parse
 
 PEOPLE = 40
 VERTICAL = {"name": "vertical", "response": "private", "rounds": 8, "rho": 0.5}
+SHARED = {**VERTICAL, "response": "shared"}
 SORTED = {"column": "person", "how": "sorted"}
 MASKED, PLAIN, TWO = {"kind": "masked"}, {"kind": "plain"}, {"options": {"columns": 2}}
 
@@ -82,6 +89,20 @@ def tables(folder: Path, people: int = PEOPLE) -> dict[str, Path]:
     return found
 
 
+#: The response lies at a silo, and silos alone know it.
+AT_SILO: dict[str, Any] = {
+    "response": {"silo": "east", "column": "died"},
+    "algorithm": {**VERTICAL, "response": "silos"},
+}
+
+
+def outcome_at(files: dict[str, Path], silo: str) -> None:
+    """The outcome's file becomes a column of this silo's."""
+    with files.pop("response").open(newline="") as outcome, files[silo].open(newline="") as own:
+        rows = [[*a, b[1]] for a, b in zip(csv.reader(own), csv.reader(outcome), strict=True)]
+    write(files[silo], rows[0], rows[1:])
+
+
 class ColumnsJob(Job):
     """A vertical job over files, in a world whose policies allow it."""
 
@@ -96,6 +117,9 @@ class ColumnsJob(Job):
             "algorithm": VERTICAL,
             **changes,
         }
+        self.holder = table["response"].get("silo")
+        if self.holder is not None:
+            outcome_at(self.files, self.holder)
         super().__init__(world, folder, allow, **table)
 
     def allow(self, site: str, rule: dict[str, Any] | None = None, **changes: Any) -> None:
@@ -104,6 +128,7 @@ class ColumnsJob(Job):
             assert self.config.alignment is not None
             alignment = self.config.alignment.model_dump(mode="json")
             data = {"id": "data", "path": str(self.files[site]), "alignment": alignment, "fewest": PEOPLE // 2}
+            data |= {"response": ["died"]} if site == self.holder else {}
             data |= rule or {}
             changes = {
                 "data": [{k: v for k, v in data.items() if v is not None}],
@@ -141,8 +166,10 @@ def aligned(job: ColumnsJob, matched: Mapping[str, npt.NDArray[np.int64]]) -> by
             header, *table = csv.reader(file)
         write(folder / f"{name}.csv", header, [[f"{at:05}", *table[row][1:]] for at, row in enumerate(rows)])
     silos = tuple(s.model_copy(update={"data": str(folder / f"{s.id}.csv")}) for s in job.config.silo)
-    assert job.config.response is not None
-    response = job.config.response.model_copy(update={"data": str(folder / "response.csv")})
+    response = job.config.response
+    assert response is not None
+    if response.data is not None:
+        response = response.model_copy(update={"data": str(folder / "response.csv")})
     alignment = Alignment(column="person", how="sorted")
     job.config = job.config.model_copy(update={"silo": silos, "response": response, "alignment": alignment})
     return job.local()
@@ -199,6 +226,90 @@ def test_people_are_matched_within_the_job(world: World, tmp_path: Path, matched
         assert set(map(str, range(1000, 1000 + PEOPLE))).isdisjoint(
             text for path in (tmp_path / "remote").rglob("*.json") for text in path.read_text().split('"')
         )
+
+
+def test_a_server_that_carries_the_response_cannot_open_it(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for it under keys of its own and in the name of others, passes on what is for another silo, and makes a
+    response up. The control: where nobody looks at the signature of a key, it opens the labels."""
+    job, hub = ColumnsJob(world, tmp_path, **AT_SILO), world.homes["hub"]
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW, silos=SILOS)
+    signed, own = sign_offer(offer, hub.identity()), X25519PrivateKey.generate()
+    mine = own.public_key().public_bytes_raw()
+    with ExitStack() as stack:
+        sites = {s: stack.enter_context(closing(Site(world.homes[s], Local()))) for s in SILOS}
+        said = {}
+        for silo, site in sites.items():
+            met(hub, site)
+            said[silo] = unpack_schema(CODEC.unpack(site.handle(offer.job, JOIN + signed), Joined).schema).constants
+        assert "key" not in said["east"]
+        keys = {s: (bytes.fromhex(said[s]["key"]), bytes.fromhex(said[s]["signature"])) for s in ("north", "south")}
+
+        def tell(silo: str, message: Any) -> Any:
+            return CODEC.unpack_any(sites[silo].handle(offer.job, KNOWN + CODEC.pack(message)))
+
+        for wanted, words in (
+            (Wanted("north", mine, keys["north"][1]), "is not signed by 'north'"),
+            (Wanted("north", mine, hub.identity().sign(b"x")), "is not signed by 'north'"),
+            (Wanted("north", *keys["south"]), "is not signed by 'north'"),
+            (Wanted("hub", mine, keys["north"][1]), "and 'hub' is none"),
+        ):
+            with pytest.raises(ProtocolError, match=words):
+                tell("east", wanted)
+        with pytest.raises(ProtocolError, match="not told in this way"):
+            tell("north", Wanted("south", *keys["south"]))
+        for_north, for_south = (tell("east", Wanted(s, *keys[s])) for s in ("north", "south"))
+        with pytest.raises(ProtocolError, match="is not sealed for this silo"):
+            tell("south", for_north)
+        with pytest.raises(ProtocolError, match="not told in this way"):
+            tell("south", Known(b"x"))
+        order = bytes.fromhex(said["north"]["order"])
+        info = digest(b"response-sealed", offer.hash, order, b"south")
+        made_up = _SUITE.encrypt(b"x", X25519PublicKey.from_public_bytes(keys["south"][0]), info)
+        with pytest.raises(ProtocolError, match="the response is not signed by 'east'"):
+            tell("south", Told(made_up, for_south.signature))
+        assert tell("north", for_north) == tell("south", for_south)
+        assert tell("north", for_north) == tell("south", for_south)  # told again after a lost answer
+        monkeypatch.setattr("secure_fvi.deployment.columns_job.signed", lambda *_: True)
+        for_me = tell("east", Wanted("north", mine, bytes(64)))
+        stolen = _SUITE.decrypt(for_me.sealed, own, digest(b"response-sealed", offer.hash, order, b"north"))
+        assert wire.tensors(bytes(stolen), "x")["y"].sum() > 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+def test_a_response_at_a_silo_reaches_silos_and_no_server(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matched: Any
+) -> None:
+    """Matched without a list of the server's; the posterior is that of one process, byte for byte, no secret is left,
+    and nothing that the server sent or was sent holds the labels. The control: told without a seal, they are found."""
+    carried, deliver, content = list[bytes](), StreamServer._deliver, list[bytes]()
+
+    def watched(self: StreamServer, messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        replies = deliver(self, messages)
+        carried.extend([*messages.values(), *replies.values()])
+        return replies
+
+    def kept(self: SiteColumns, told: bytes) -> bytes:
+        content.append(told)
+        return learn(self, told)
+
+    learn = SiteColumns._learn
+    monkeypatch.setattr(StreamServer, "_deliver", watched)
+    monkeypatch.setattr(SiteColumns, "_learn", kept)
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED, **AT_SILO)
+    shuffled(job)
+    remote = job.run()
+    assert set(matched) == set(SILOS)
+    labels = wire.tensors(content[0], "x")["y"].numpy().tobytes()
+    assert len(set(content)) == 1
+    assert any(labels in told for told in content)
+    assert not any(labels in message for message in carried)
+    assert not any(hashlib.sha256(labels).digest() in message for message in carried)
+    assert remote == aligned(job, matched)
+    owned(job, world)
+    nothing_left(world)
 
 
 @pytest.mark.slow
@@ -284,6 +395,8 @@ def test_explain_says_how_many_identifiers_all_others_test(world: World, tmp_pat
         for how in (MATCHED, SORTED)
     )
     assert f"all together at most {len(SILOS)} times 'largest'" in found  # the other silos' lists, and the server's
+    alone = "\n".join(_alignment_lines(ColumnsJob(world, tmp_path, False, **AT_SILO, alignment=MATCHED).config))
+    assert f"all together at most {len(SILOS) - 1} times 'largest'" in alone  # whose server has no list
     assert "largest" not in other
 
 
@@ -462,6 +575,11 @@ def test_what_a_policy_does_not_list_is_refused_by_name(world: World, tmp_path: 
         assert words in said(rule)
     assert "'person_rows' by name = 'vertical', auxiliary = Auto()" in said(disclosures=[])
     assert "R^2 1.00" in said(disclosures=[])
+    assert "tell the other silos nothing as the outcome (data set 'data' lists 'died')" in said({"response": ["died"]})
+    written, its = job.config.model_dump(mode="json", exclude_none=True), {"silo": "north", "column": "b"}
+    at_silo = parse({**written, **AT_SILO, "response": its}, "job")
+    assert "tell the other silos 'b' as the outcome (data set 'data' lists nothing)" in said(config=at_silo)
+    assert said({"response": ["b"]}, at_silo) == ""
     other = manifest(job.config.model_copy(update={"model": Model(likelihood="poisson")})).hash.hex()
     assert "is not accepted (allowed: " in said(model=[{"hash": other}])
 
@@ -479,6 +597,16 @@ def test_people_in_another_order_are_refused(world: World, tmp_path: Path) -> No
     job.files["south"].write_text("\n".join([lines[0], *reversed(lines[1:])]) + "\n")
     with pytest.raises(ProtocolError, match="silo 'south' refused: its data do not fit the model"):
         job.run("second")
+
+
+def test_silos_in_another_order_are_refused_by_a_server_without_a_list() -> None:
+    """The control is that they state one order."""
+    one, other = (columns_schema(PEOPLE, hashlib.sha256(which).digest()) for which in (b"one", b"other"))
+    assert _one_order({"east": one, "north": one}) == (hashlib.sha256(b"one").digest(), PEOPLE)
+    with pytest.raises(ProtocolError, match="silos 'east' and 'north' do not hold the same people in the same order"):
+        _one_order({"north": other, "east": one})
+    with pytest.raises(ProtocolError, match="'east' does not state its order"):
+        _one_order({"north": one, "east": Schema((), {"people": PEOPLE, "order": 3})})
 
 
 def test_what_vertical_jobs_cannot_do_between_institutions_is_refused() -> None:
@@ -611,12 +739,17 @@ def north(kind: bytes, sum_index: int = 0) -> Callable[..., bool]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("response", ["shared", "north", "east"])
 @pytest.mark.parametrize("at", [JOIN, KNOWN, OPEN, ROUND, END], ids=repr)
 def test_a_silo_that_is_killed_goes_on(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: bytes
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: bytes, response: str
 ) -> None:
-    """After it has worked out an answer and before that has left."""
-    job = ColumnsJob(world, tmp_path, algorithm={**VERTICAL, "response": "shared"})
+    """After it has worked out an answer and before that has left; whether the server tells the response, this silo
+    does, or is told it by another."""
+    changes: dict[str, Any] = {"algorithm": {**VERTICAL, "response": "shared"}}
+    if response in SILOS:
+        changes = {**AT_SILO, "response": {"silo": response, "column": "died"}}
+    job = ColumnsJob(world, tmp_path, **changes)
     dead = killed_once(monkeypatch, Site, "handle", north(at, 5))
     assert job.run() == job.local()
     assert dead
@@ -626,14 +759,17 @@ def test_a_silo_that_is_killed_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_draws")
-def test_a_server_that_was_stopped_goes_on(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_silo", [False, True])
+def test_a_server_that_was_stopped_goes_on(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_silo: bool
+) -> None:
     """In the same session, and in a new one after its machine was restarted."""
 
     def stop(progress: Progress) -> None:
         if progress.round == 5:
             raise Stopped
 
-    job = ColumnsJob(world, tmp_path, algorithm={**VERTICAL, "response": "shared"})
+    job = ColumnsJob(world, tmp_path, **AT_SILO) if at_silo else ColumnsJob(world, tmp_path, algorithm=SHARED)
     with pytest.raises(Stopped):
         job.run(on_round=stop)
     for module in (holding, serving):
