@@ -17,7 +17,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray, SecureSum
-from secure_fvi.algorithms.vertical import Vertical
+from secure_fvi.algorithms.vertical import AUXILIARY_PHASE, Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear
@@ -168,9 +168,10 @@ def _label_score(attack: str, world: World, labels: FloatArray, confidence: floa
 def _traces(transcript: Transcript, silo: str | None) -> FloatArray:
     """(N, stretches) means of each person's row over stretches of the run, of one silo's messages or of the totals."""
     if silo is None:
-        rounds = [s.released for s in transcript.sums]
+        rounds = [s.released for s in transcript.sums if s.phase == AUXILIARY_PHASE]
     else:
-        rounds = [numbers[silo] for numbers in contributions_in_clear(transcript)]
-    table = transcript.tables["auxiliary"]
+        sent = zip(transcript.broadcasts(), contributions_in_clear(transcript), strict=True)
+        rounds = [numbers[silo] for message, numbers in sent if message.phase == AUXILIARY_PHASE]
+    table = transcript.tables[AUXILIARY_PHASE]
     each = np.stack([table.split(r)["auxiliary"][:, 0] for r in rounds], 1)
     return np.stack([part.mean(1) for part in np.array_split(each, min(_STRETCHES, each.shape[1]), 1)], 1)

@@ -26,11 +26,12 @@ EPSILON, DELTA = 1.0, 1e-5
 
 @functools.lru_cache(maxsize=4)
 def _world(kind: str) -> World:
-    """A simulated run over three silos with a private response."""
+    """A simulated run over three silos with a private response, or with one that silos alone know."""
     made, ids = make_data(0, 400, 6), ("bank", "clinic", "insurer")
     silos = {n: {"x": x} for n, x in zip(ids, made.by_silo(3), strict=True)}
     data = VerticalDataset(silos, dict.fromkeys(ids, linear), made.y)
-    config = Vertical(response="private", rho=1.0, rounds=60, learning_rate=0.05)
+    response: Any = "silos" if kind == "silos" else "private"
+    config = Vertical(response=response, rho=1.0, rounds=60, learning_rate=0.05)
     privacy = sf.RecordDP(epsilon=EPSILON, delta=DELTA, clipping_norm=2.0) if kind == "dp" else None
     sums = sf.Plain() if kind == "plain" else sf.Masked()
     return record(data, Bernoulli(), config, sums, privacy, simulated=True)
@@ -62,6 +63,13 @@ def test_columns() -> None:
     assert masked["columns from messages"].finding == "nothing found"
     assert masked["columns from totals"].finding == "leaks"
     assert all(row.finding == "nothing found" and row.valid for row in private.values())
+
+
+@pytest.mark.slow
+def test_totals_tell_columns_whoever_knows_the_response() -> None:
+    """As of a private response; a sum after the rounds is no round of theirs."""
+    rows = {r.attack: r for r in column_rows("masked", _world("silos"), _world("plain"))}
+    assert rows["columns from totals"].finding == "leaks"
 
 
 def test_labels_that_silos_alone_know_are_not_in_what_the_server_sees() -> None:
