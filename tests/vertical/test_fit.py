@@ -136,6 +136,16 @@ def test_the_broadcast_carries_the_pull_and_nothing_of_one_silo() -> None:
     assert all(torch.equal(b.tensors["pull"], last[0].tensors["pull"]) for b in last)
 
 
+def test_a_fit_is_the_same_whatever_type_pytorch_gives_numbers() -> None:
+    """A rate went through 32 bits on its way, but where a caller had set 64 bits as the default, as these tests do."""
+    program, before = _parties(Vertical(rounds=4)).server.program, torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float32)
+        assert float(program.move(0.1)) == 0.1  # type: ignore[attr-defined]
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_silos_that_alone_know_the_response_find_what_the_server_would() -> None:
     """Each takes the server's step on gamma itself: the silos' own posteriors are the same to the last bit, gamma's up
     to what the secure sum rounds, in batches and after several local steps too."""

@@ -458,8 +458,8 @@ class ColumnsProgram(Program):
         return torch.full((self.batch_records,), self.weight, dtype=self.problem.dtype, device=self.problem.device)
 
     def move(self, value: Any) -> Tensor:
-        """A tensor or array of numbers, as this run computes with it."""
-        return torch.as_tensor(value).to(self.problem.device, self.problem.dtype)
+        """A tensor, an array or a number, as this run computes with it, whatever PyTorch takes numbers for."""
+        return torch.as_tensor(value, dtype=self.problem.dtype, device=self.problem.device)
 
     def _batch(self, round_: int) -> Tensor | None:
         """Positions of the records of a round; None for all."""
