@@ -146,12 +146,17 @@ def test_a_ledger_from_a_backup_is_noticed(world: World, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_loss", "kind", "kills"),
-    [("wait", "homomorphic SFVI-Avg", 8), ("wait", "private SFVI", 6), ("drop", "masked SFVI", 6)],
+    [
+        ("wait", "homomorphic SFVI-Avg", 8),
+        ("wait", "private SFVI", 6),
+        ("drop", "masked SFVI", 6),
+        ("wait", "vertical", 6),
+    ],
 )
 def test_killed_at_random_moments_jobs_find_what_they_should(
     tmp_path: Path, on_loss: str, kind: str, kills: int
 ) -> None:
-    """Twenty of the kills of `secure-fvi bench kills`, with a fixed seed."""
+    """Some of the kills of `secure-fvi bench kills`, with a fixed seed."""
     told: list[str] = []
     found = campaign(tmp_path, kills, on_loss, 4, (kind,), told.append)
     assert found["faults"] == [], told

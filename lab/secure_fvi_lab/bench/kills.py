@@ -18,6 +18,7 @@ import click
 import torch
 from safetensors.torch import load
 
+from secure_fvi.deployment.job import silo_ids
 from secure_fvi.deployment.trail import EXCHANGE, read_exchange
 from secure_fvi.deployment.trail_verify import compare, rows, verify
 from secure_fvi.errors import InputError, ProtocolError
@@ -30,6 +31,7 @@ from secure_fvi_lab.machine import machine
 _PER_JOB = 20
 _PATIENCE = 300.0  # seconds in which a job has to end
 _DEADLINE = 1.0  # under "drop"
+_ENDED = (0, 4)  # exit codes of a job that ended, and of one that says that it has not converged
 
 
 def command(as_json: bool, kills: int, on_loss: str, seed: int, kinds: tuple[str, ...], folder: Path | None) -> bool:
@@ -62,14 +64,14 @@ def campaign(
     if unknown:
         raise InputError(f"--kind '{unknown[0]}': must be one of {', '.join(KINDS)}")
     rng = random.Random(seed)
-    names = kinds or tuple(n for n, k in KINDS.items() if on_loss == "wait" or not k.privacy)
+    names = kinds or tuple(n for n, k in KINDS.items() if on_loss == "wait" or not (k.privacy or k.columns))
     roles = {"server", "silo"} | ({"holder"} if any(KINDS[n].holder for n in names) else set())
     choose = quota(rng, dict.fromkeys(roles, -(-kills // 4)))
     outcomes: list[Outcome] = []
 
     @cache
     def reference(name: str) -> bytes:
-        return posterior(parse(table(KINDS[name], "wait", 1.0), "reference"))
+        return posterior(parse(table(KINDS[name], "wait", 1.0, root / "columns"), "reference"))
 
     for number, name in enumerate(_in_turn(names)):
         left = kills - sum(len(o.kills) for o in outcomes)
@@ -151,6 +153,11 @@ class Kind(NamedTuple):
     def holder(self) -> bool:
         return self.aggregation["kind"] == "homomorphic"
 
+    @property
+    def columns(self) -> bool:
+        """Whether silos hold different columns of the same people."""
+        return bool(self.algorithm["name"] == "vertical")
+
 
 _SFVI = {"name": "sfvi", "iterations": 150, "family": "diagonal"}
 _AVG = {"name": "sfvi-avg", "rounds": 60, "local_steps": 5}
@@ -162,6 +169,7 @@ KINDS = {
     "masked SFVI-Avg": Kind(_AVG, {"kind": "masked"}, 60),
     "masked PVI": Kind({"name": "pvi", "rounds": 60, "local_steps": 5}, {"kind": "masked"}, 60),
     "plain SFVI": Kind(_SFVI, {"kind": "plain"}, 150),
+    "vertical": Kind({"name": "vertical", "rounds": 60, "response": "silos"}, {"kind": "masked"}, 60),
 }
 
 
@@ -183,8 +191,9 @@ class Outcome(NamedTuple):
     left_out: int = 0  # answers that were not waited for, under "drop"
 
 
-def table(kind: Kind, on_loss: str, deadline: float) -> dict[str, Any]:
-    """The configuration of a job on six cities: three silos, or four where one may be lost."""
+def table(kind: Kind, on_loss: str, deadline: float, folder: Path | None = None) -> dict[str, Any]:
+    """The configuration of a job on six cities: three silos, or four where one may be lost. Of columns it is of made-up
+    people, whose files are written into `folder`: the outcome lies at a silo."""
     silos = ["east", "north", "south"] if on_loss == "wait" else ["east", "north", "south", "west"]
     sizes = [200, 180, 157] if on_loss == "wait" else [150, 140, 130, 117]
     found: dict[str, Any] = {
@@ -196,9 +205,25 @@ def table(kind: Kind, on_loss: str, deadline: float) -> dict[str, Any]:
         "run": {"compile": False, "threads": 1},
         "engine": {"on_loss": on_loss, "deadline": deadline},
     }
+    if kind.columns:
+        assert folder is not None
+        del found["partition"]
+        found["model"], found["silo"] = {"likelihood": "bernoulli"}, _column_files(folder, silos)
+        found["response"], found["alignment"] = {"silo": silos[0]}, {"column": "person", "how": "sorted"}
     if on_loss == "drop" and kind.aggregation.get("kind") != "plain":
         found["aggregation"] |= {"max_missing": 1, "max_differences": 10**6}
     return found if kind.privacy is None else {**found, "privacy": dict(kind.privacy)}
+
+
+def _column_files(folder: Path, silos: list[str]) -> list[dict[str, str]]:
+    """Tables of the same 60 people, the same whenever they are written; the first has the outcome too."""
+    folder.mkdir(exist_ok=True)
+    x = torch.randn(60, len(silos), generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+    y = (x.sum(1) > 0).int()
+    for at, silo in enumerate(silos):
+        rows = [f"P-{100 + i},{float(x[i, at]):.6f}{f',{y[i]}' if not at else ''}" for i in range(len(x))]
+        (folder / f"{silo}.csv").write_text("\n".join(["person,x" + (",y" if not at else ""), *rows]) + "\n")
+    return [{"id": silo, "data": str(folder / f"{silo}.csv")} for silo in silos]
 
 
 def run_job(
@@ -215,8 +240,8 @@ def run_job(
     """A job with up to `kills` kills, checked. choose: a role, of those given. patience: seconds in which it has to
     end. reference: the posterior without kills, by the name of the kind."""
     kind, began = KINDS[name], time.monotonic()
-    job = table(kind, on_loss, deadline)
-    parties = Parties(folder, job, job["partition"]["ids"], kind.holder)
+    job = table(kind, on_loss, deadline, folder.parent / "columns")
+    parties = Parties(folder, job, silo_ids(parse(job, "job")) or (), kind.holder)
     done: list[Kill] = []
     try:
         for party in parties.homes:
@@ -227,7 +252,7 @@ def run_job(
     finally:
         parties.stop()
     try:
-        if left != 0:
+        if left not in _ENDED:
             what = "hung" if left is None else "failed"
             raise ProtocolError(f"{what}: {' '.join(parties.log(HUB).split())[-300:]}")
         lost = _check(parties, name, on_loss, reference)

@@ -38,7 +38,7 @@ from secure_fvi.messages import ROUND
 from secure_fvi.results import Result
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, read
-from secure_fvi.runs.federation import Federation, federate
+from secure_fvi.runs.federation import Federation, VerticalFederation, federate
 from secure_fvi.silo import Silo
 
 HUB, HOLDER = "hub", "escrow"
@@ -70,6 +70,11 @@ def consortium(root: Path, silos: Sequence[str], holder: bool = False) -> dict[s
 
 def allow(home: Home, config: Config, **changes: Any) -> None:
     """Write a policy that allows this job, but for `changes`."""
+    data: dict[str, Any] = {"id": "data"} if config.silo else {"id": "data", "from_job": ["partition", "data"]}
+    if config.alignment is not None and config.response is not None:
+        path = next((s.data for s in config.silo if s.id == home.id), "")
+        data |= {"path": path, "alignment": config.alignment.model_dump(mode="json"), "fewest": 1}
+        data |= {"response": list(config.response.columns)} if config.response.silo == home.id else {}
     policy = {
         "format": 1,
         "rosters": [home.roster(datetime.datetime.now(datetime.UTC)).hash.hex()],
@@ -77,7 +82,7 @@ def allow(home: Home, config: Config, **changes: Any) -> None:
         "aggregations": ["masked", "plain", "homomorphic"],
         "min_cohort": 3,
         "max_rounds": 10**6,
-        "disclosures": ["final_likelihood"],
+        "disclosures": ["person_rows"] if config.vertical else ["final_likelihood"],
         **({"max_missing": len(silo_ids(config) or ()), "max_differences": 10**6} if config.privacy is None else {}),
         "privacy": {
             "dp": "optional",
@@ -87,7 +92,7 @@ def allow(home: Home, config: Config, **changes: Any) -> None:
             "max_retries": 100,
         },
         "model": [{"hash": manifest(config).hash.hex()}],
-        "data": [{"id": "data"} if config.silo else {"id": "data", "from_job": ["partition", "data"]}],
+        "data": [data],
         **changes,
     }
     home.policy_file.write_text(wording.dumps(policy))
@@ -222,13 +227,17 @@ def posterior(config: Config, answers: Answered | None = None) -> bytes:
     """posterior.safetensors of the job with all parties in this process. Raises ProtocolError where `answers` belong
     to a job that went otherwise."""
     began, federation = time.monotonic(), federate(config)
-    assert isinstance(federation, Federation)
+    assert isinstance(federation, Federation | VerticalFederation)
     with (
         warnings.catch_warnings(),
         with_threads(federation.threads),
         tempfile.TemporaryDirectory() as folder,
     ):
         warnings.simplefilter("ignore", SecureFVIWarning)
+        if isinstance(federation, VerticalFederation):  # whose sums lack nobody
+            alone = federation.fit(seed=config.seed, dtype=federation.dtype, compile=config.run.compile)
+            alone.save(Path(folder))
+            return (Path(folder) / "posterior.safetensors").read_bytes()
         server, engine, guards = build_parties(
             federation.model, federation.silos, federation.algorithm, federation.aggregation, config.seed,
             silo_ids=federation.silo_ids, record_ids=federation.record_ids, dtype=federation.dtype,
