@@ -266,7 +266,7 @@ def _fill_anew(graph: Graph) -> None:
         if node.target is not torch.ops.aten.masked_fill_.Scalar:
             continue
         filled = node.args[0]
-        if new(filled) and all(new(user) for user in filled.users if user is not node):
+        if isinstance(filled, Node) and new(filled) and all(new(user) for user in filled.users if user is not node):
             node.target = torch.ops.aten.masked_fill.Scalar
             for user in [user for user in filled.users if user > node]:
                 user.replace_input_with(filled, node)
