@@ -31,7 +31,7 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
 
-ROUNDS, CLIP, NOISE, KEY = 20, 1.0, 2.0, b"k" * 32
+ROUNDS, CLIP, NOISE, KEY = 50, 1.0, 2.0, b"k" * 32
 
 
 class Parties(NamedTuple):
