@@ -219,6 +219,8 @@ def _row(
         claimed,
         claim=claimed,
         rounds=setting.rounds,
+        algorithm=setting.algorithm.name,
+        clipping_norm=setting.privacy.clipping_norm,
         **shown,
         **detail,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.vertical import Bernoulli, Vertical
@@ -46,6 +47,25 @@ def protections(epsilons: Sequence[float], delta: float) -> list[Protection]:
     for level in epsilons:
         found.append(Protection(f"DP {level:g}", Masked(), RecordDP(epsilon=level, delta=delta, retries=0)))
     return found
+
+
+def own_protections(
+    aggregation: SecureSum, privacy: DP | None, epsilons: Sequence[float], delta: float
+) -> list[Protection]:
+    """A configuration's own sum, with all its options, and beside it its own privacy; DP of `epsilons` is under masks,
+    and stands in for none."""
+    found = [Protection(named(aggregation), aggregation)]
+    if privacy is not None:
+        found.append(Protection(f"own {epsilon.protection(privacy)}", aggregation, privacy))
+    return found + [p for p in protections(epsilons, delta) if p.privacy is not None]
+
+
+def named(aggregation: SecureSum) -> str:
+    """Its kind, and what it has other than by default."""
+    usual = type(aggregation)()
+    of = [f.name for f in fields(aggregation)]  # type: ignore[arg-type]
+    more = [f"{n} = {getattr(aggregation, n)}" for n in of if getattr(aggregation, n) != getattr(usual, n)]
+    return ", ".join([aggregation.kind, *more])
 
 
 @dataclass(frozen=True)
@@ -261,7 +281,9 @@ def _epsilons(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
         asked, unit = protection.privacy, subject.dp
         assert asked is not None
         assert not isinstance(unit, str)
-        privacy = replace(unit, epsilon=asked.epsilon, noise_multiplier=None, delta=asked.delta)
+        privacy = asked
+        if asked.unit != unit.unit:  # what a run of this algorithm protects, or was asked for
+            privacy = replace(unit, epsilon=asked.epsilon, noise_multiplier=None, delta=asked.delta)
         rows += epsilon.epsilon_rows(
             subject.model, subject.algorithm, subject.silos, privacy, simulated=subject.simulated,
             real_data=subject.real_data, runs=subject.scale.canary_runs, rounds=subject.scale.canary_rounds,
@@ -271,7 +293,13 @@ def _epsilons(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
 
 
 def _kinds(found: Sequence[Protection]) -> list[str]:
-    return [p.name for p in found if p.privacy is None and p.name in protocol.KINDS]
+    kinds = [p.name for p in found if p.privacy is None and p.name in protocol.KINDS]
+    if not kinds:
+        raise InputError(
+            f"sums as they are by default are attacked here, and the configuration's are '{found[0].name}': --all has "
+            "the default ones"
+        )
+    return kinds
 
 
 def _membership(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:

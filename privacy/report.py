@@ -378,6 +378,8 @@ class AuditBound(NamedTuple):
     noise: str
     method: str
     assumption: str
+    algorithm: str
+    clipping_norm: float
 
 
 def read_audit(path: Path) -> list[AuditBound]:
@@ -407,7 +409,13 @@ def with_audit(report: Report, bounds: list[AuditBound]) -> Report:
         if any(bound.epsilon > bound.claim for bound in own):
             broken.append(f"'{job.job}'")
     if jobs == report.jobs:
-        audited = sorted({f"{b.unit}, noise {b.noise}, epsilon {b.claim:.3g}, delta {b.delta:.2g}" for b in bounds})
+        audited = sorted(
+            {
+                f"{b.algorithm}, {b.unit}, noise {b.noise}, clipping norm {b.clipping_norm:g}, epsilon {b.claim:.3g}, "
+                f"delta {b.delta:.2g}"
+                for b in bounds
+            }
+        )
         raise InputError(f"no job in this ledger claims what was audited ({'; '.join(audited)})")
     not_covered = list(report.not_covered)
     if broken:
@@ -421,6 +429,7 @@ def _is_of(bound: AuditBound, job: JobReport, unit: str) -> bool:
         and bound.noise == job.noise
         and abs(bound.delta - job.delta) <= 1e-9 * job.delta
         and abs(bound.claim - job.epsilon) <= _SAME_CLAIM * job.epsilon
+        and (bound.algorithm, bound.clipping_norm) == (job.algorithm, job.description.get("clipping_norm"))
     )
 
 
@@ -443,11 +452,11 @@ def _fields(bounds: list[AuditBound]) -> dict[str, Any]:
 def _bound(row: Mapping[str, Any], path: Path) -> AuditBound:
     detail = row.get("detail")
     values = {"epsilon": row.get("low"), **(detail if isinstance(detail, dict) else {})}
-    for name in ("epsilon", "claim", "delta"):
+    for name in ("epsilon", "claim", "delta", "clipping_norm"):
         value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise InputError(f"'{path}': in the row '{row.get('attack')}' {name} must be a number, not {value!r}")
-    for name in ("unit", "noise", "method", "assumption"):
+    for name in ("unit", "noise", "method", "assumption", "algorithm"):
         if not isinstance(values.get(name), str):
             raise InputError(f"'{path}': in the row '{row.get('attack')}' {name} must be a text")
     return AuditBound(*(values[name] for name in AuditBound._fields))

@@ -56,8 +56,9 @@ def audit(
 ) -> None:
     """Attack what the server sees of SOURCE, a configuration file or the folder of a run.
 
-    The configuration's model is run many times on resampled records, under its own secure sum beside a plain one, or
-    with --all under plain, masked, homomorphic and private sums. --list tells the attacks.
+    The configuration's model is run many times on resampled records, under its own secure sum beside a plain one, and
+    with its own privacy; or with --all under plain, masked, homomorphic and private sums, as they are by default.
+    --list tells the attacks.
     """
     began = time.monotonic()
     from secure_fvi.runs.config import read
@@ -66,7 +67,7 @@ def audit(
         read(ordered["source"], ordered["overrides"])
 
     from secure_fvi import __version__
-    from secure_fvi.audits.matrix import Order, attacked, check, is_simulated, protections
+    from secure_fvi.audits.matrix import Order, attacked, check, is_simulated, own_protections, protections
     from secure_fvi.audits.report import table, write
     from secure_fvi.errors import InputError
     from secure_fvi.files import check_folder
@@ -88,10 +89,10 @@ def audit(
         check(subject, name)
     if out is None:
         raise InputError("--out is missing: a folder for audit.json and audit.html")
-    found = protections(epsilons or ((1.0, 8.0) if everything or chosen == ["epsilon"] else ()), delta)
-    if not everything:
-        own = {federation.aggregation.kind}
-        found = [p for p in found if p.name in own or p.privacy is not None]
+    own = federation.aggregation, federation.privacy
+    if not epsilons and (everything or (chosen == ["epsilon"] and own[1] is None)):
+        epsilons = 1.0, 8.0
+    found = protections(epsilons, delta) if everything else own_protections(*own, epsilons, delta)
     progress.start(subject.work(chosen, found))
     rows = attacked(order, subject, chosen, found, workers, progress.show)
     seconds = time.monotonic() - began
@@ -99,6 +100,7 @@ def audit(
         "model": federation.description,
         "algorithm": federation.algorithm.name,
         "silos": subject.sizes,
+        "attacked": ", ".join(p.name for p in found),
         "scale": subject.scale_in_words,
         "data": "published or made" if is_simulated(federation) else "real, resampled",
         "seconds": round(seconds, 1),

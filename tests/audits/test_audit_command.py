@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from secure_fvi.audits.matrix import ATTACKS
+from secure_fvi.aggregation import Masked
+from secure_fvi.aggregation.homomorphic import Homomorphic
+from secure_fvi.audits.matrix import ATTACKS, _kinds, own_protections
+from secure_fvi.audits.worlds import Protection
 from secure_fvi.cli import main
+from secure_fvi.errors import InputError
+from secure_fvi.privacy.settings import SiloDP
 
 CONFIG = """
 seed = 1
@@ -35,6 +40,18 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text(CONFIG)
     return path
+
+
+def test_what_is_attacked_is_the_jobs_own_sum_and_its_own_privacy() -> None:
+    """And not sums of its kind as they are by default, whose rows said "nothing found" of another mechanism."""
+    own = Homomorphic(scheme="ckks", masks=False), SiloDP(epsilon=20.0, delta=1e-3, clipping_norm=5.0, noise="server")
+    bare, private = own_protections(*own, (), 1e-5)
+    assert bare == Protection("homomorphic, scheme = ckks, masks = False", own[0])
+    assert private == Protection("own silo DP 20", *own)
+    with pytest.raises(InputError, match="sums as they are by default are attacked here, and the configuration's are"):
+        _kinds([bare])
+    usual = own_protections(Masked(), None, (2.0,), 1e-5)  # the control
+    assert ([p.name for p in usual], _kinds(usual)) == (["masked", "DP 2"], ["masked"])
 
 
 @pytest.mark.slow

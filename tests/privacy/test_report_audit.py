@@ -19,15 +19,16 @@ from secure_fvi.privacy.report_html import report_html, report_text
 DELTA = 1e-6
 
 
+OF = {"noise": "server", "algorithm": "sfvi", "clipping_norm": 2.0}
+
+
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
     path = tmp_path / "ledger.sqlite"
     book = Ledger.open(path, "hospital-a", create=True)
     book.set_budget(Budget("adults", 9.0, DELTA))
     for name, sigma in (("gentle", 10.0), ("harsh", 1.0)):
-        book.open_job(
-            Job(name, "adults", "record", DELTA, (Term("round", Gaussian(sigma), 1),), {"noise": "server"})
-        ).close("finished")
+        book.open_job(Job(name, "adults", "record", DELTA, (Term("round", Gaussian(sigma), 1),), OF)).close("finished")
     book.close()
     return path
 
@@ -40,7 +41,7 @@ def report(ledger: Path) -> Report:
 def row(claim: float, low: float, method: str = "one run", assumption: str = "none", **change: Any) -> dict[str, Any]:
     detail = {
         "claim": claim, "unit": "record", "delta": DELTA, "noise": "server", "method": method,
-        "assumption": assumption,
+        "assumption": assumption, "algorithm": "sfvi", "clipping_norm": 2.0,
     }  # fmt: skip
     found = {"attack": "x", "score": "epsilon (lower bound)", "value": low, "low": low, "high": claim, "valid": True}
     return {**found, "detail": {**detail, **change.pop("detail", {})}, **change}
@@ -84,7 +85,14 @@ def test_a_broken_claim_is_said_first(report: Report, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"unit": "silo"}, {"delta": 1e-5}, {"noise": "distributed"}, {"claim": 2.0}],
+    [
+        {"unit": "silo"},
+        {"delta": 1e-5},
+        {"noise": "distributed"},
+        {"claim": 2.0},
+        {"algorithm": "pvi"},
+        {"clipping_norm": 50.0},
+    ],
 )
 def test_an_audit_of_something_else_is_refused(report: Report, tmp_path: Path, change: dict[str, Any]) -> None:
     rows = read_audit(audit_file(tmp_path, row(report.jobs[0].epsilon, 0.1, detail=change)))
