@@ -281,8 +281,8 @@ def _epsilons(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
         asked, unit = protection.privacy, subject.dp
         assert asked is not None
         assert not isinstance(unit, str)
-        privacy = asked
-        if asked.unit != unit.unit:  # what a run of this algorithm protects, or was asked for
+        privacy, taken = asked, epsilon.why_not(subject.model, subject.algorithm, subject.silos, asked) is None
+        if not taken or (subject.unit or asked.unit) != asked.unit:  # of what it takes, or was asked for
             privacy = replace(unit, epsilon=asked.epsilon, noise_multiplier=None, delta=asked.delta)
         rows += epsilon.epsilon_rows(
             subject.model, subject.algorithm, subject.silos, privacy, simulated=subject.simulated,
