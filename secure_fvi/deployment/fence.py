@@ -61,22 +61,24 @@ _SYSTEM = (
 )  # fmt: skip
 MODEL, _SCRATCH = "/fence/model", "/fence/scratch"
 UNFENCED = 'sandbox = "off": the code of the model runs in the process that holds this site\'s keys and data'
-_WITHOUT = "install bubblewrap (the package 'bubblewrap'), or set sandbox = \"off\" to run the model's code unfenced"
+_WITHOUT = 'set sandbox = "off" to run the model\'s code unfenced'
 
 
 _answers: dict[bytes, bytes] = {}  # the last one, by what was asked
 
 
 @cache
-def _tool() -> str:
-    """The path of bubblewrap. Raises InputError where it is not here or may not make namespaces."""
+def _tool(what: str = "model code", without: str = _WITHOUT) -> str:
+    """The path of bubblewrap. Raises InputError where it is not here or may not make namespaces; `what` is to run in
+    it, or `without`."""
     found = shutil.which("bwrap")
+    otherwise = f"install bubblewrap (the package 'bubblewrap'), or {without}"
     if found is None:
-        raise InputError(f"model code runs in a sandbox, and there is no 'bwrap' here: {_WITHOUT}")
+        raise InputError(f"{what} runs in a sandbox, and there is no 'bwrap' here: {otherwise}")
     tried = subprocess.run([*_walls(found), "--ro-bind", "/", "/", "true"], capture_output=True, check=False)
     if tried.returncode:
         said = printable(tried.stderr.decode(errors="replace").strip(), 200)
-        raise InputError(f"model code runs in a sandbox, and 'bwrap' makes none here ({said}): {_WITHOUT}")
+        raise InputError(f"{what} runs in a sandbox, and 'bwrap' makes none here ({said}): {otherwise}")
     return found
 
 
@@ -239,7 +241,8 @@ def carrying(workspace: Path, door: Path, told: Mapping[str, str], hidden: Itera
     machine: Python and the installed packages, to be read; `workspace`, to be written under its own name; and `door`,
     the socket to which it brings them. told: of its environment. hidden: this site's folders, as in `FencedModel`.
     Raises InputError where no sandbox can be made."""
-    command = [*_walls(_tool()), "--share-net", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+    tool = _tool("FLARE's process at a site", "start it with --sandbox off, by which FLARE's server reads what you may")
+    command = [*_walls(tool), "--share-net", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
     command += _bound((*_SYSTEM, *_NETWORK, *_places()), hidden)
     for shown in map(str, (workspace.resolve(), door)):
         command += ["--bind", shown, shown]
