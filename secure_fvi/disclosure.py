@@ -50,8 +50,9 @@ LABELS = {
     "private": "the server has it; every silo is told each person's slope of the likelihood, which tells the label "
     "where labels are classes, and with the other silos' predictors the value",
     "silos": "one silo has it and tells it to every other, sealed, so that the server is never told; the server sees "
-    "the sum of predictors round after round, which says of each person what the fitted model says, and q(gamma) at "
-    "the end; one that names other sums than there were learns more, from what silos then add up",
+    "the sum of predictors round after round, which says of each person what the fitted model says (of the labels, a "
+    "number a column, by how it moves), and q(gamma) at the end; one that names other sums than there were learns "
+    "more, from what silos then add up",
 }
 _POINT = ("its own copy",)
 #: Words for each block, one of which has to stand in what its phase is declared to be. Names end where a "/" stands.

@@ -148,8 +148,8 @@ def test_a_fit_is_the_same_whatever_type_pytorch_gives_numbers() -> None:
 
 def test_silos_that_alone_know_the_response_find_what_the_server_would() -> None:
     """Each takes the server's step on gamma itself: the silos' own posteriors are the same to the last bit, gamma's up
-    to what the secure sum rounds, in batches and after several local steps too."""
-    config = Vertical(response="private", rounds=5, batch_size=20, local_steps=2)
+    to what the secure sum rounds, after several local steps too."""
+    config = Vertical(response="private", rounds=5, local_steps=2)
     theirs, own = _fit(config), _fit(dataclasses.replace(config, response="silos"))
     assert torch.equal(_means(theirs), _means(own))
     for name, value in theirs.variational.eta.items():
@@ -255,6 +255,7 @@ def test_bad_input_is_refused() -> None:
         ({"model": "power"}, "whose sign is the label; use model = 'augmented'"),
         ({"auxiliary": Amortised()}, "follow each person's label; use auxiliary kind 'integrated'"),
         ({"participation": 0.5, "max_staleness": 2}, "set participation = 1"),
+        ({"batch_size": 8}, "an equation each for the labels; leave batch_size out"),
     ):
         with pytest.raises(InputError, match=words):
             Vertical(response="silos", **options)

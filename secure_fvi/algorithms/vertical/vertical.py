@@ -228,6 +228,11 @@ class Vertical(RunShape):
                 "response = 'silos' keeps the response from the server, and z_j of these auxiliary families follow "
                 "each person's label; use auxiliary kind 'integrated'"
             )
+        if not self.server_knows and self.batch_size is not None:
+            raise InputError(
+                "response = 'silos' keeps the response from the server, and of batches that all know the sums of "
+                "predictors move by an equation each for the labels; leave batch_size out"
+            )
         if not self.server_knows and self.max_staleness:
             raise InputError("response = 'silos': each silo follows gamma through every round; set participation = 1")
         if (self.participation < 1) != (self.max_staleness > 0):
