@@ -17,14 +17,16 @@ import json
 import logging
 import math
 import os
+import platform
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -200,7 +202,8 @@ class _Fenced(contextlib.ExitStack):
             if closure is not None:
                 _lay_out(closure, folder)
             command = [*_command(folder, hidden), *_python(entry)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said)
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
+            process = subprocess.Popen(command, env={}, **pipes)  # bubblewrap's own process would keep one
             self._process = undo.enter_context(process)
             undo.callback(self._process.kill)
             self.push(undo.pop_all())
@@ -231,21 +234,78 @@ class _Fenced(contextlib.ExitStack):
         )
 
 
+#: Numbers of system calls: x86-64, arm64. New programs, other processes' memory, sockets, mounts, kernel interfaces,
+#: memory that is in no address space.
+_FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "socket": (41, 198), "socketpair": (53, 199),
+    "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "mount": (165, 40),
+    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "open_by_handle_at": (304, 265), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsmount": (432, 432), "memfd_secret": (447, 447),
+    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
+}  # fmt: skip
+#: Of those what a program needs that starts others and speaks over a network; and the kinds of sockets that it may
+#: open: IPv4, IPv6, and what asks the kernel for addresses. None is of this machine's own services.
+_OF_CARRIERS = frozenset(("fork", "vfork", "execve", "execveat", "socket", "socketpair"))
+_FAMILIES = (2, 10, 16)
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 317), "aarch64": (1, 0xC00000B7, 220, 277)}
+_CLONE3, _CLONE_THREAD = 435, 0x10000
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_EPERM, _ENOSYS = 1, 38
+
+
+def call_filter(carrier: bool = False) -> tuple[bytes, int]:
+    """The seccomp filter as the kernel reads it, and the number of the call that installs it; nothing on machines that
+    it is not known for. carrier: of a program that starts others and opens sockets of `_FAMILIES`."""
+    known = _ARCHITECTURES.get(platform.machine())
+    if known is None:
+        return b"", 0
+    column, architecture, clone, seccomp = known
+    named = {name: calls[column] for name, calls in _FORBIDDEN.items() if calls[column] is not None}
+    numbers = [number for name, number in named.items() if not (carrier and name in _OF_CARRIERS)]
+
+    def step(code: int, yes: int, no: int, k: int) -> bytes:
+        return struct.pack("=HBBI", code, yes, no, k)
+
+    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    steps = [step(load, 0, 0, 4), step(equal, 1, 0, architecture), step(end, 0, 0, _KILL), step(load, 0, 0, 0)]
+    steps += [step(at_least, 0, 1, 0x40000000), step(end, 0, 0, _KILL)]  # the x32 calls have other numbers
+    for number in numbers:
+        steps += [step(equal, 0, 1, int(number or 0)), step(end, 0, 0, _ERRNO | _EPERM)]
+    if carrier:
+        steps += [step(equal, 0, 2 * len(_FAMILIES) + 2, int(named["socket"] or 0)), step(load, 0, 0, 16)]
+        for family in _FAMILIES:
+            steps += [step(equal, 0, 1, family), step(end, 0, 0, _ALLOW)]
+        return b"".join([*steps, step(end, 0, 0, _ERRNO | _EPERM), step(end, 0, 0, _ALLOW)]), seccomp
+    steps += [step(equal, 0, 1, _CLONE3), step(end, 0, 0, _ERRNO | _ENOSYS)]  # its flags lie in memory: libc falls back
+    steps += [step(equal, 0, 3, clone), step(load, 0, 0, 16), step(any_bit, 1, 0, _CLONE_THREAD)]
+    steps += [step(end, 0, 0, _ERRNO | _EPERM), step(end, 0, 0, _ALLOW)]
+    return b"".join(steps), seccomp
+
+
 #: What a program needs besides to find others in a network, and what a site says of proxies on its way there.
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/services", "/etc/localtime")
 _PASSED = ("http_proxy", "https_proxy", "no_proxy", "grpc_proxy", "OMP_NUM_THREADS", "TZ")
 
 
-def carrying(workspace: Path, door: Path, told: Mapping[str, str], hidden: Iterable[Path]) -> list[str]:
+def carrying(
+    workspace: Path, doors: Sequence[Path], told: Mapping[str, str], hidden: Iterable[Path], calls: int | None
+) -> list[str]:
     """Bubblewrap for a Python program that carries messages over the network and is to see nothing else of this
-    machine: Python and the installed packages, to be read; `workspace`, to be written under its own name; and `door`,
-    the socket to which it brings them. told: of its environment. hidden: this site's folders, as in `FencedModel`.
-    Raises InputError where no sandbox can be made."""
+    machine: Python and the installed packages, to be read; `workspace`, to be written under its own name; and `doors`,
+    the files by which it hands them over. told: of its environment. hidden: this site's folders, as in `FencedModel`.
+    calls: a file descriptor with `call_filter(carrier=True)`. It is to be started without an environment, which its
+    first process would keep, and with no file of this process. Raises InputError where no sandbox can be made."""
     tool = _tool("FLARE's process at a site", "start it with --sandbox off, by which FLARE's server reads what you may")
     command = [*_walls(tool), "--share-net", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
     command += _bound((*_SYSTEM, *_NETWORK, *_places()), hidden)
-    for shown in map(str, (workspace.resolve(), door)):
+    for shown in map(str, (workspace.resolve(), *doors)):
         command += ["--bind", shown, shown]
+    command += [] if calls is None else ["--seccomp", str(calls)]
     passed = {n: os.environ[n] for name in _PASSED for n in (name, name.upper()) if n in os.environ}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.defpath])
     ours = {

@@ -13,12 +13,11 @@ import json
 import math
 import mmap
 import os
-import platform
 import resource
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -32,7 +31,7 @@ from torch.fx import GraphModule, Node
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import agree, flatten, trace_graph
 from secure_fvi.density import LogTerms, Params, running
-from secure_fvi.deployment.fence import CPU_SECONDS, MODEL, MOST_THREADS, roles_of
+from secure_fvi.deployment.fence import CPU_SECONDS, MODEL, MOST_THREADS, call_filter, roles_of
 from secure_fvi.deployment.session_messages import unpack_schema
 from secure_fvi.discovery import Discovery, _centre, _discover, as_model, kind_of, read_layout, start_of
 from secure_fvi.errors import InputError, SecureFVIWarning, one_line
@@ -167,51 +166,9 @@ def _missing(path: Any) -> bool:
     return isinstance(path, str) and "__pycache__" not in path and not Path(path).exists()
 
 
-#: Numbers of system calls: x86-64, arm64. New programs, other processes' memory, sockets, mounts, kernel interfaces,
-#: memory that is in no address space.
-_FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "socket": (41, 198), "socketpair": (53, 199),
-    "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "mount": (165, 40),
-    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "open_by_handle_at": (304, 265), "open_tree": (428, 428), "move_mount": (429, 429),
-    "fsopen": (430, 430), "fsmount": (432, 432), "memfd_secret": (447, 447),
-    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
-}  # fmt: skip
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 317), "aarch64": (1, 0xC00000B7, 220, 277)}
-_CLONE3, _CLONE_THREAD = 435, 0x10000
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
-
-
-def _filter() -> tuple[bytes, int]:
-    """The seccomp filter as the kernel reads it, and the number of the call that installs it; nothing on others."""
-    known = _ARCHITECTURES.get(platform.machine())
-    if known is None:
-        return b"", 0
-    column, architecture, clone, seccomp = known
-    numbers = [calls[column] for calls in _FORBIDDEN.values() if calls[column] is not None]
-
-    def step(code: int, yes: int, no: int, k: int) -> bytes:
-        return struct.pack("=HBBI", code, yes, no, k)
-
-    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
-    steps = [step(load, 0, 0, 4), step(equal, 1, 0, architecture), step(end, 0, 0, _KILL), step(load, 0, 0, 0)]
-    steps += [step(at_least, 0, 1, 0x40000000), step(end, 0, 0, _KILL)]  # the x32 calls have other numbers
-    for number in numbers:
-        steps += [step(equal, 0, 1, int(number or 0)), step(end, 0, 0, _ERRNO | _EPERM)]
-    steps += [step(equal, 0, 1, _CLONE3), step(end, 0, 0, _ERRNO | _ENOSYS)]  # its flags lie in memory: libc falls back
-    steps += [step(equal, 0, 3, clone), step(load, 0, 0, 16), step(any_bit, 1, 0, _CLONE_THREAD)]
-    steps += [step(end, 0, 0, _ERRNO | _EPERM), step(end, 0, 0, _ALLOW)]
-    return b"".join(steps), seccomp
-
-
 def forbid() -> None:
     """From now on this process, all of its threads, starts no process and opens no socket."""
-    program, seccomp = _filter()
+    program, seccomp = call_filter()
     if not program:
         return
     libc = ctypes.CDLL(None, use_errno=True)

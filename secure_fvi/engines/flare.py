@@ -19,19 +19,21 @@ import dataclasses
 import logging
 import os
 import secrets
+import stat
 import subprocess
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, TimeoutError, wait
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from secure_fvi.deployment.fence import carrying
+from secure_fvi.deployment.fence import call_filter, carrying
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
-from secure_fvi.deployment.names import parse_table, read_bytes
+from secure_fvi.deployment.names import parse_table, printable, read_bytes
 from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.serving import remote_federation
 from secure_fvi.deployment.site import Site, server_of
@@ -44,14 +46,17 @@ from secure_fvi.engines.flare_kits import (
     environment,
     job_file,
     key_file_of,
+    put_away,
     workspace_of,
 )
 from secure_fvi.engines.letters import (
     ANSWERED,
     BUSY,
     DOOR_VARIABLE,
+    DOORS,
     FAILED,
     LETTER,
+    NUMBER_BYTES,
     OVERHEAD,
     REFUSED,
     WORKING,
@@ -77,6 +82,7 @@ _HOLD, REPLY, _PAUSE = 5.0, 15.0, 0.2
 #: Seconds of silence after which a site's process is taken for dead, and at the start, for not there yet.
 SILENCE, START = 45.0, 120.0
 _AGAIN = 5.0  # seconds until a process that has ended is started again
+_LAST, _LINE = 10, 400  # lines of what it said that are kept, and bytes of each
 UNFENCED = "--sandbox off: FLARE's server can have FLARE read every file here that this user may read"
 _HELD, _SAY = 60.0, 60.0  # seconds for a folder that a process before may still hold; between two lines of the log
 
@@ -244,11 +250,19 @@ class SiteParty:
                     raise
                 time.sleep(_PAUSE)
 
+    def opened(self) -> None:
+        """Wait until the site is there. Raises InputError where another process holds it."""
+        self._site.result()
+
+    @property
+    def longest(self) -> int:
+        """Bytes of a message that a site takes of its job, at most."""
+        return self._site.result().longest() if self._site.done() else LONGEST
+
     def answer(self, content: bytes) -> bytes | None:
         """The signed answer to a signed letter, None while it is being made. Raises ProtocolError for a letter that
         is not the server's."""
-        site = self._site.result() if self._site.done() else None
-        letter, digest = read_letter(content, self._home, "server", most=site.longest() if site else LONGEST)
+        letter, digest = read_letter(content, self._home, "server", most=self.longest)
         check_letter(letter, server_of(self._home).id, letter.job, b"")
         with self._lock:
             if self._last is None or self._last.digest != digest:
@@ -276,36 +290,47 @@ class SiteParty:
 
 
 class Door:
-    """Where FLARE's processes of a site bring letters: a socket in the folder `folder`. A connection is a job of FLARE;
-    one is let in after the other, each to a party of its own. Bytes alone pass, and none is unpickled."""
+    """Where FLARE's processes of a site bring letters: two pipes in `folder`, so that it needs no socket of the
+    machine's own. Whoever opens them is a job of FLARE, one after the other. Bytes alone pass, and none is unpickled.
+    Raises InputError where another process holds the site."""
 
     def __init__(self, home: Home, local: Local, folder: Path) -> None:
-        self.path = folder / "door"
-        self._home, self._local = home, local
-        self._listener, self._open = Listener(str(self.path), "AF_UNIX"), True
+        self.folder, self.paths = folder, tuple(folder / name for name in DOORS)
+        for pipe in self.paths[:2]:
+            os.mkfifo(pipe, 0o600)
+        self.paths[2].touch(0o600)
+        self._party, self._open = SiteParty(home, local), True
+        self._party.opened()
         threading.Thread(target=self._serve, name="door", daemon=True).start()
 
     def _serve(self) -> None:
         while self._open:
             try:
-                connection = self._listener.accept()
-            except OSError:  # who called has gone, or the listener
-                continue
-            with connection:
-                if self._open:
-                    self._talk(connection)
+                with Connection(os.open(self.paths[0], os.O_RDONLY), writable=False) as letters:
+                    if self._open:
+                        self._talk(letters)
+            except Exception:  # whatever a job of FLARE did, the next is let in
+                if self.paths[0].exists():
+                    _log.exception("a job of FLARE ended here")
+                time.sleep(_PAUSE)
 
-    def _talk(self, connection: Connection) -> None:
-        party = SiteParty(self._home, self._local)
-        with contextlib.closing(party), contextlib.suppress(EOFError, OSError):  # FLARE has ended its process
-            while True:
-                connection.send_bytes(_said_of(party, connection.recv_bytes(LONGEST + OVERHEAD)))
+    def _talk(self, letters: Connection) -> None:
+        with Connection(os.open(self.paths[1], os.O_WRONLY), readable=False) as answers:
+            try:
+                while True:
+                    said = letters.recv_bytes(NUMBER_BYTES + self._party.longest + OVERHEAD)
+                    answers.send_bytes(said[:NUMBER_BYTES] + _said_of(self._party, said[NUMBER_BYTES:]))
+            except (EOFError, BrokenPipeError):
+                return  # FLARE has ended its process
+            except OSError as error:
+                _log.warning("what a job of FLARE brings is no letter: %s", error)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Let nobody in any more, and let go of the site."""
         self._open = False
-        Client(str(self.path), "AF_UNIX").close()  # whom `accept` waits for
-        self._listener.close()
+        with contextlib.suppress(OSError):  # it is not waited there
+            os.close(os.open(self.paths[0], os.O_WRONLY | os.O_NONBLOCK))
+        self._party.close()
 
 
 def _said_of(party: SiteParty, letter: bytes) -> bytes:
@@ -328,39 +353,65 @@ def run(kit: Path, home: Home, local: Local | None = None, sandbox: Literal["req
     the door to which it brings letters. sandbox: "off" leaves the fence away. Raises InputError where there is none.
     """
     over = workspace_of(home) / "shutdown.fl"  # FLARE's own sign
-    with _around(home, local or Local(), sandbox) as (before, variables):
-        while not over.exists():
-            process = subprocess.Popen([*before, *command(kit, home)], env=variables, cwd=home.path)
+    with _around(home, local or Local(), sandbox) as start:
+        while True:
+            put_away(home)
+            process, words = start(command(kit, home)), deque[bytes](maxlen=_LAST)
             try:
+                while process.stdout is not None and (line := process.stdout.readline(_LINE)):
+                    words.append(line)
                 process.wait()
             finally:
                 process.terminate()
                 process.wait()
-            if not over.exists():
-                _log.warning("FLARE's process of '%s' has ended (%d); it is started again", home.id, process.returncode)
-                time.sleep(_AGAIN)
-    over.unlink()
+            if is_file(over):
+                return
+            said = printable(b" ".join(words).decode(errors="replace"), 2000)
+            _log.warning(
+                "FLARE's process of '%s' has ended (%d); it is started again%s", home.id, process.returncode,
+                f". Its last words: {said}" if said else "",
+            )  # fmt: skip
+            time.sleep(_AGAIN)
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is one, and no link: that may lead anywhere, and whether there is something tells of what is there."""
+    with contextlib.suppress(OSError):
+        return stat.S_ISREG(path.lstat().st_mode)
+    return False
 
 
 @contextlib.contextmanager
-def _around(home: Home, local: Local, sandbox: str) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """What stands before FLARE's command at this member, and its environment."""
+def _around(home: Home, local: Local, sandbox: str) -> Iterator[Callable[[list[str]], subprocess.Popen[bytes]]]:
+    """What starts FLARE's command at this member: a site's has no file of this process, whose log may be one, and in
+    the fence nothing of its environment."""
     if home.role == "server":
         with key_file_of(home) as key_file:
-            yield [], environment(home, key_file)
+            yield lambda command: subprocess.Popen(command, env=environment(home, key_file), cwd=home.path)
         return
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="secure-fvi-door-"))
         door = stack.enter_context(contextlib.closing(Door(home, local, Path(folder))))
-        secret = (PASSPHRASE_VARIABLE, KEY_FILE_VARIABLE, HOME_VARIABLE)
-        variables = {name: value for name, value in os.environ.items() if name not in secret}
-        before = []
+        calls = stack.enter_context(tempfile.TemporaryFile(buffering=0))
+        calls.write(call_filter(carrier=True)[0])
+        told = {DOOR_VARIABLE: str(door.folder)}
+        workspace_of(home).mkdir(mode=0o700, parents=True, exist_ok=True)
         if sandbox == "required":
-            workspace_of(home).mkdir(mode=0o700, parents=True, exist_ok=True)
             hidden = [home.path, *([local.data_dir] if local.data_dir else [])]
             with contextlib.suppress(InputError):  # of a policy that is none yet
                 hidden += read_policy(home.policy_file).files
-            before = carrying(workspace_of(home), door.path, {DOOR_VARIABLE: str(door.path)}, hidden)
+            filtered = calls.fileno() if calls.tell() else None
+            before, variables = carrying(workspace_of(home), door.paths, told, hidden, filtered), {}
         else:
             _log.warning("%s", UNFENCED)
-        yield before, {**variables, DOOR_VARIABLE: str(door.path)}
+            secret = (PASSPHRASE_VARIABLE, KEY_FILE_VARIABLE, HOME_VARIABLE)
+            before, variables = [], {n: value for n, value in os.environ.items() if n not in secret} | told
+
+        def start(command: list[str]) -> subprocess.Popen[bytes]:
+            calls.seek(0)
+            return subprocess.Popen(
+                [*before, *command], env=variables, cwd=home.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, pass_fds=(calls.fileno(),),
+            )  # fmt: skip
+
+        yield start

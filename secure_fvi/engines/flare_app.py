@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import Any
 
 from nvflare.apis.event_type import EventType
@@ -20,7 +20,7 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 
-from secure_fvi.engines.letters import ANSWERED, BUSY, DOOR_VARIABLE, LETTER, REFUSED, WORKING
+from secure_fvi.engines.letters import ANSWERED, BUSY, DOOR_VARIABLE, LETTER, REFUSED, WORKING, Way
 from secure_fvi.errors import SecureFVIError
 
 _log = logging.getLogger(__name__)
@@ -73,34 +73,37 @@ class SiteExecutor(Executor):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._door: Connection | None = None
+        self._way: Way | None = None
         self._lock = threading.Lock()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.START_RUN:
-            self._door = Client(os.environ[DOOR_VARIABLE], "AF_UNIX")
             fl_ctx.get_engine().register_aux_message_handler(TOPIC, self._answer)
-        elif event_type == EventType.END_RUN and self._door is not None:
+        elif event_type == EventType.END_RUN:
             with self._lock:
-                self._door.close()
-                self._door = None
+                self._leave()
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Refused: jobs of ours have no tasks."""
         return make_reply(ReturnCode.TASK_UNKNOWN)
 
+    def _leave(self) -> None:
+        if self._way is not None:
+            self._way.close()
+            self._way = None
+
     def _answer(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
         content = request.get(LETTER)
+        if not isinstance(content, bytes):
+            return make_reply(ReturnCode.BAD_REQUEST_DATA)
         with self._lock:
-            if not isinstance(content, bytes) or self._door is None:
-                return make_reply(ReturnCode.BAD_REQUEST_DATA)
             try:
-                self._door.send_bytes(content)
-                found = self._door.recv_bytes()
+                self._way = self._way or Way(Path(os.environ[DOOR_VARIABLE]))
+                kind, answer = self._way.ask(content)
             except (EOFError, OSError) as error:
+                self._leave()
                 _log.warning("the site's process is not there (%s)", type(error).__name__)
                 return make_reply(ReturnCode.EXECUTION_EXCEPTION)
-        kind, answer = found[:1], found[1:]
         if kind not in (ANSWERED, WORKING):
             return make_reply(ReturnCode.BAD_REQUEST_DATA if kind == REFUSED else ReturnCode.EXECUTION_EXCEPTION)
         reply = make_reply(ReturnCode.OK)

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -276,6 +277,21 @@ def key_file_of(home: Home) -> Iterator[Path | None]:
 def workspace_of(home: Home) -> Path:
     """The folder in which FLARE runs at this member."""
     return home.path / "flare" / "workspace"
+
+
+def put_away(home: Home) -> None:
+    """Before FLARE is started: at a site what its code has left, which may have been somebody's, is put aside whole,
+    and looked into by nobody. Its log is there until the next time. At the server, whose own it is, FLARE goes on."""
+    workspace = workspace_of(home)
+    if home.role == "server":
+        (workspace / "shutdown.fl").unlink(missing_ok=True)
+    if home.role == "server" or not os.path.lexists(workspace):
+        return
+    before = workspace.with_name("workspace-before")
+    subprocess.run(["rm", "-rf", "--", str(before)], check=False, stderr=subprocess.DEVNULL)  # however deep it is
+    if os.path.lexists(before):
+        before = Path(tempfile.mkdtemp(prefix="workspace-before-", dir=workspace.parent)) / "it"
+    workspace.rename(before)
 
 
 def command(kit: Path, home: Home) -> list[str]:

@@ -7,7 +7,12 @@ a thief has without the identity. What is asked and answered counts by its lette
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from secure_fvi import wire
@@ -23,9 +28,12 @@ if TYPE_CHECKING:
 LABEL = b"secure-fvi/letter/1/"
 #: What a message of FLARE holds: a letter, or the word of a site that still computes.
 LETTER, BUSY = "letter", "busy"
-#: Where FLARE's process of a site, which sees nothing else of it, finds the site: a socket's path, in its environment.
-#: A letter goes in; out comes one of these bytes, and behind the first the answer.
+#: Where FLARE's process of a site, which sees nothing else of it, finds the site: a folder with a pipe in and one out,
+#: and a file that who uses them has locked. In goes a number and a letter; out come the number, one of these bytes and,
+#: behind the first of them, the answer.
 DOOR_VARIABLE = "SECURE_FVI_DOOR"
+DOORS = ("in", "out", "turn")
+NUMBER_BYTES = 16
 ANSWERED, WORKING, REFUSED, FAILED = b"A", b"W", b"R", b"F"
 #: Bytes of a letter beyond its body, at most.
 OVERHEAD = 4096
@@ -102,3 +110,31 @@ def check_letter(letter: Letter, sender: str, job: str, connection: bytes, numbe
         raise ProtocolError(f"a letter of '{sender}' about another job, or of another connection")
     if number is not None and letter.number != number:
         raise ProtocolError("an answer to another letter")
+
+
+class Way:
+    """From FLARE's process of a site to its door, in `folder`. Raises OSError where another process is there, or
+    nobody waits behind it."""
+
+    def __init__(self, folder: Path) -> None:
+        ways = [folder / name for name in DOORS]
+        with contextlib.ExitStack() as undo:
+            self._turn = undo.enter_context(ways[2].open("rb"))
+            fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            letters = os.open(ways[0], os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(letters, True)
+            self._letters = undo.enter_context(Connection(letters, readable=False))
+            self._answers = undo.enter_context(Connection(os.open(ways[1], os.O_RDONLY), writable=False))
+            self._undo = undo.pop_all()
+
+    def ask(self, letter: bytes) -> tuple[bytes, bytes]:
+        """What kind of answer the site gives, and the answer; one that another process was to have is passed over."""
+        number = os.urandom(NUMBER_BYTES)
+        self._letters.send_bytes(number + letter)
+        while (said := self._answers.recv_bytes())[:NUMBER_BYTES] != number:
+            pass
+        return said[NUMBER_BYTES : NUMBER_BYTES + 1], said[NUMBER_BYTES + 1 :]
+
+    def close(self) -> None:
+        """Let the site go on to the next."""
+        self._undo.close()

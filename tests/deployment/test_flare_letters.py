@@ -10,6 +10,7 @@ import json
 import logging.config
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Client, Connection
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from consortium_run import SILOS, Job
@@ -36,7 +37,7 @@ from secure_fvi.engines.flare import (
     FlareCarrier,
     Post,
 )
-from secure_fvi.engines.letters import ANSWERED, REFUSED, WORKING, Letter, read_letter, write_letter
+from secure_fvi.engines.letters import ANSWERED, REFUSED, WORKING, Letter, Way, read_letter, write_letter
 from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError, SecureFVIWarning
 
@@ -65,7 +66,7 @@ class Network:
             (folder / site).mkdir()
             self.doors[site] = flare.Door(world.homes[site], Local(repeatable=True), folder / site)
         self.world, self.over = world, threading.Event()
-        self.processes: dict[str, Connection] = {}  # FLARE's at each site
+        self.processes: dict[str, Way] = {}  # of FLARE, at each site
         for site in SILOS:
             self.come_back(site)
         self.spoil: Callable[[str, bytes], Mapping[str, Any]] = lambda site, answer: {LETTER: answer}
@@ -75,17 +76,22 @@ class Network:
         self.letters.append((site, letter))
         if site not in self.processes:
             return {}
-        self.processes[site].send_bytes(letter)
-        said = self.processes[site].recv_bytes()
-        assert said[:1] in (ANSWERED, WORKING)
-        return {BUSY: True} if said == WORKING else self.spoil(site, said[1:])
+        kind, answer = self.processes[site].ask(letter)
+        assert kind in (ANSWERED, WORKING)
+        return {BUSY: True} if kind == WORKING else self.spoil(site, answer)
 
     def lose(self, site: str) -> None:
         """The site's process dies."""
         self.processes.pop(site).close()
 
     def come_back(self, site: str) -> None:
-        self.processes[site] = Client(str(self.doors[site].path), "AF_UNIX")
+        until = time.monotonic() + 30
+        while site not in self.processes:
+            try:
+                self.processes[site] = Way(self.doors[site].folder)
+            except OSError:  # nobody waits there yet
+                assert time.monotonic() < until
+                time.sleep(0.05)
 
     def serve(self, job: Job, out: Path) -> bytes:
         home = self.world.homes["hub"]
@@ -99,7 +105,7 @@ class Network:
 
 @pytest.fixture
 def network(world: World) -> Iterator[Network]:
-    with tempfile.TemporaryDirectory(prefix="doors-") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="doors-") as folder:
         found = Network(world, Path(folder))
         yield found
         for site in list(found.processes):
@@ -125,8 +131,9 @@ def test_a_job_under_flare_gives_the_posterior_of_one_process(network: Network, 
         if n[0] == 20:  # and the next brings what is no letter
             network.lose("east")
             network.come_back("east")
-            network.processes["east"].send_bytes(b"no letter")
-            assert network.processes["east"].recv_bytes() == REFUSED
+            assert network.processes["east"].ask(b"no letter")[0] == REFUSED
+            with pytest.raises(BlockingIOError):  # no job beside another
+                Way(network.doors["east"].folder)
         return {LETTER: answer}
 
     network.spoil = spoil
@@ -509,17 +516,25 @@ def test_homes_come_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch, 
 
 #: What FLARE 2.9.0's own client does for whoever plays its server: cat, head, grep, ls of any path.
 _LOOKING = """
-import json, os, sys
-from multiprocessing.connection import Client, Connection
+import ctypes, json, os, socket, sys
+from pathlib import Path
+from secure_fvi.engines.letters import Way
 found = {}
-for path in sys.argv[1:]:
+for path in sys.argv[2:]:
     try:
-        found[path] = open(path).read() if not os.path.isdir(path) else os.listdir(path)
+        found[path] = open(path, errors="replace").read() if not os.path.isdir(path) else os.listdir(path)
     except OSError as error:
         found[path] = None
-with Client(os.environ["SECURE_FVI_DOOR"], "AF_UNIX") as door:
-    door.send_bytes(b"no letter")
-    found["door"] = door.recv_bytes().decode()
+try:
+    with socket.socket(socket.AF_UNIX) as bus:
+        bus.connect("\\0" + sys.argv[1])
+        found["bus"] = "reached"
+except PermissionError:
+    found["bus"] = None
+socket.socket(socket.AF_INET).close()
+keyctl = {"x86_64": 250, "aarch64": 219}[os.uname().machine]
+found["keyring"] = ctypes.CDLL(None).syscall(keyctl, 0, -3, 1) > 0 or None
+found["door"] = Way(Path(os.environ["SECURE_FVI_DOOR"])).ask(b"no letter")[0].decode()
 open("written", "w").write("here")
 print(json.dumps(found))
 """
@@ -528,29 +543,51 @@ print(json.dumps(found))
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not here")
 @pytest.mark.parametrize("sandbox", ["required", "off"])
 def test_flares_process_sees_the_door_and_nothing_of_the_site(
-    sandbox: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sandbox: Literal["required", "off"], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: without the fence it reads them all."""
-    east, table = world.homes["east"], tmp_path / "asthma.csv"
+    """Of files, of what this process was started with, of services of the machine, and of the user's keys in the
+    kernel. The control: without the fence it reads and reaches them, but for the passphrase."""
+    east, table, name = world.homes["east"], tmp_path / "asthma.csv", f"bus-of-{os.getpid()}"
     table.write_text("child,wheeze\n7,1\n")
     monkeypatch.setenv("SECURE_FVI_PASSPHRASE", "correct horse")
+    monkeypatch.setenv("PGPASSWORD", "of the database")
     keys = [path for path in east.path.iterdir() if path.is_file()]
-    secret = [str(p) for p in (table, *keys, east.path, "/proc/1/environ", f"/proc/{os.getpid()}/environ")]
-    with flare._around(east, Local(), sandbox) as (before, variables):
-        work = flare_kits.workspace_of(east)
-        work.mkdir(parents=True, exist_ok=True)
-        command = [*before, sys.executable, "-P", "-c", _LOOKING, *secret]
-        done = subprocess.run(command, env=variables, cwd=work, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
+    looked = [str(p) for p in (table, *keys, east.path, "/proc/self/environ", "/proc/1/environ")]
+    with socket.socket(socket.AF_UNIX) as bus, flare._around(east, Local(), sandbox) as start:
+        bus.bind(f"\0{name}")
+        bus.listen()
+        done = start([sys.executable, "-P", "-c", _LOOKING, name, *looked])
+        said, _ = done.communicate(timeout=120)
+    found = json.loads(said.splitlines()[-1])
     assert found.pop("door") == REFUSED.decode()
-    assert (work / "written").read_text() == "here"
     if sandbox == "off":
-        assert found[str(table)] == table.read_text()
+        assert (found["bus"], found["keyring"], found[str(table)]) == ("reached", True, table.read_text())
+        assert "PGPASSWORD" in found["/proc/self/environ"]
+        assert "correct horse" not in found["/proc/self/environ"]
         assert set(keys) <= {east.path / name for name in found[str(east.path)]}
         return
+    assert (flare_kits.workspace_of(east) / "written").read_text() == "here"
     assert found.pop(str(east.path)) == ["flare"]  # in which its own folder is
-    assert "correct horse" not in str(found)
-    assert not any(what for name, what in found.items() if not name.startswith("/proc"))
+    assert not any(secret in str(found) for secret in ("PGPASSWORD", "correct horse"))
+    assert not any(found.pop(name) for name in list(found) if not name.startswith("/proc"))
+
+
+def test_flares_process_has_no_file_of_this_one(world: World, tmp_path: Path) -> None:
+    """A log, where it is a file: who inherits it reads what is for this site alone. The control inherits it."""
+    log = tmp_path / "log"
+    code = "import os, sys; sys.stdout.write(str([os.path.realpath(f'/proc/self/fd/{n}') for n in range(3)]))"
+    with log.open("ab") as held, flare._around(world.homes["east"], Local(), "off") as start:
+        inherited = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=held, check=True)
+        assert str(log) in inherited.stdout.decode()
+        kept = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            said, _ = start([sys.executable, "-c", code]).communicate(timeout=60)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+    assert str(log) not in said.decode()
+    assert "/dev/null" in said.decode()
 
 
 def test_without_bubblewrap_no_site_is_started_unless_its_owner_says_so(
@@ -563,3 +600,65 @@ def test_without_bubblewrap_no_site_is_started_unless_its_owner_says_so(
             flare.run(Path("kit"), world.homes["east"])
     finally:
         fence._tool.cache_clear()
+
+
+def test_what_flares_code_leaves_stops_no_site_and_tells_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in a folder's place, a thousand folders in each other, FLARE's sign to stop as a folder or as a link, by
+    which it would be seen whether a file is there. The control: a folder that nobody put away, and the sign itself."""
+    east = world.homes["east"]
+    work = flare_kits.workspace_of(east)
+    for made in (False, True):
+        work.mkdir(parents=True)
+        (work / "startup").write_text("no folder")
+        (work / "log.txt").write_text("FLARE's log")
+        deep = work / "local"
+        deep.mkdir()
+        for _ in range(1100):
+            monkeypatch.chdir(deep)
+            deep = Path("x")
+            deep.mkdir()
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises((OSError, RecursionError)):
+            flare_kits.command(_kit(tmp_path / f"control-{made}"), east)
+        flare_kits.put_away(east)
+        flare_kits.command(_kit(tmp_path / f"kit-{made}"), east)
+        assert (work / "startup").is_dir()
+        assert (work.with_name("workspace-before") / "log.txt").read_text() == "FLARE's log"
+        shutil.rmtree(work)
+    sign = tmp_path / "shutdown.fl"
+    sign.symlink_to(__file__)
+    assert not flare.is_file(sign)
+    sign.unlink()
+    sign.mkdir()
+    assert not flare.is_file(sign)
+    sign.rmdir()
+    assert not flare.is_file(sign)
+    sign.write_text("")
+    assert flare.is_file(sign)
+
+
+def test_the_door_outlives_a_job_of_flare_whatever_it_does(
+    network: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure of ours, a message that is too long, one that is none: the next job is let in. What a site takes of its
+    job may be longer than what it takes of anybody, and then comes through."""
+    door, ask = network.doors["east"], Way.ask
+
+    def fails(party: Any, letter: bytes) -> bytes:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(flare, "_said_of", fails)
+        with pytest.raises((EOFError, OSError)):
+            ask(network.processes["east"], b"letter")
+    monkeypatch.setattr(flare, "LONGEST", 1000)
+    for longest, let_in in ((1000, False), (100_000, True)):
+        monkeypatch.setattr(flare.SiteParty, "longest", property(lambda _, most=longest: most))
+        network.lose("east")
+        network.come_back("east")
+        with nullcontext() if let_in else pytest.raises((EOFError, OSError)):
+            assert ask(network.processes["east"], bytes(50_000))[0] == REFUSED
+    assert "is no letter: bad message length" in caplog.text
+    assert door.folder.exists()
