@@ -74,7 +74,8 @@ class Scale:
 
     rounds: of each world. worlds: for the regressions, at the configuration's own sizes. individuals: silos of one
     record in each of two worlds. trials: runs of the game, half of which are guessed at. canary_runs: of each game with
-    one canary, for the empirical epsilon, at most; canary_rounds: of each of these.
+    one canary, for the empirical epsilon, at most; canary_rounds: of each of these; unit: that canaries are of, "record"
+    or "silo".
     """
 
     rounds: int = 12
@@ -83,6 +84,7 @@ class Scale:
     trials: int = 100
     canary_runs: int = 200
     canary_rounds: int = epsilon.ROUNDS
+    unit: str | None = None
 
 
 class Subject:
@@ -99,11 +101,9 @@ class Subject:
         scale: Scale | None = None,
         argument: str | None = None,
         attribute: Attribute | None = None,
-        unit: str | None = None,
         told: Told = lambda what: None,
     ) -> None:
-        """`argument`: of the model, whose mean over a silo is a property to infer. `attribute`: of a record. `unit`:
-        that canaries are of, "record" or "silo"."""
+        """`argument`: of the model, whose mean over a silo is a property to infer. `attribute`: of a record."""
         self.model, self.algorithm, self.silos, self.told = model, algorithm, list(silos), told
         self.scale = scale or Scale()
         self.simulated, self.real_data = simulated, real_data
@@ -112,7 +112,7 @@ class Subject:
             real_data=real_data,
         )  # fmt: skip
         self.studies = LatentStudies(self.bench, self.scale.individuals, self.scale.trials, told)
-        self._argument, self._attribute, self.unit = argument, attribute, unit
+        self._argument, self._attribute, self.unit = argument, attribute, self.scale.unit
 
     @cached_property
     def attribute(self) -> Attribute | None:
@@ -509,7 +509,7 @@ class Order(NamedTuple):
             )
         scale = Scale(
             self.rounds or Scale.rounds, self.worlds, self.individuals, self.trials, self.canary_runs,
-            self.canary_rounds,
+            self.canary_rounds, self.unit,
         )  # fmt: skip
         if not isinstance(federation, Federation):
             if self.unit == "silo":
@@ -517,8 +517,7 @@ class Order(NamedTuple):
             return federation, _vertical(federation, self.rounds, simulated, self.real_data, scale, told)
         return federation, Subject(
             federation.model, federation.algorithm, federation.silos, simulated=simulated, real_data=self.real_data,
-            scale=scale, argument=self.argument, attribute=_attribute(self.attribute), unit=self.unit,
-            told=told,
+            scale=scale, argument=self.argument, attribute=_attribute(self.attribute), told=told,
         )  # fmt: skip
 
 

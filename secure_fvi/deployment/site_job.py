@@ -66,7 +66,7 @@ from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
-from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.privacy.settings import RecordDP, exact_totals
 from secure_fvi.runs.config import Config, title
 from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import formula_part, schema_beforehand, silo_part
@@ -352,7 +352,7 @@ class SiteJob:
             if formula is not None:
                 rows, found = formula_part(config, home.id, formula, *more)
                 ids, own, used = torch.arange(len(rows["y"])), False, found.columns
-                if self._privacy is None:
+                if exact_totals(self._privacy):
                     left = found.read, found.read - len(found.columns[formula.columns[0]])
             else:
                 rows, ids, own = silo_part(config, home.id, local.data_dir, *more)
@@ -557,7 +557,7 @@ class Cohort:
 
     Raises DataError where they are not those that the job began with here, or that the policy asks for. rows: None for
     a job that uses none, whose digest says as little, and to which no later job is held. left: of a formula's job
-    without differential privacy, how many rows there are and how many of them were left out.
+    whose totals the server sees exactly, how many rows there are and how many of them were left out.
     """
 
     def __init__(
@@ -623,8 +623,8 @@ def check_left_out(home: Home, data_set: str, rows: int, left_out: int) -> None:
     if before is not None and before[0] == rows and before[1] != left_out:
         raise InputError(
             f"job '{before[2]}' left out {before[1]} of the {rows} rows of data set '{data_set}', and with the "
-            f"formulas that this policy would list {left_out} are left out, as their columns have gaps. Without "
-            "differential privacy totals of both tell these rows' part alone, one patient's where it is one: fill the "
+            f"formulas that this policy would list {left_out} are left out, as their columns have gaps. Exact "
+            "totals of both tell these rows' part alone, one patient's where it is one: fill the "
             "gaps, or leave the columns out; if that may be told, edit the policy by hand"
         )
 
