@@ -74,8 +74,8 @@ class Scale:
 
     rounds: of each world. worlds: for the regressions, at the configuration's own sizes. individuals: silos of one
     record in each of two worlds. trials: runs of the game, half of which are guessed at. canary_runs: of each game with
-    one canary, for the empirical epsilon, at most; canary_rounds: of each of these; unit: that canaries are of, "record"
-    or "silo".
+    one canary, for the empirical epsilon, at most; canary_rounds: of each of these; unit: that canaries are of,
+    "record" or "silo".
     """
 
     rounds: int = 12

@@ -626,7 +626,7 @@ def test_what_flares_code_leaves_stops_no_site_and_tells_nothing(
         flare_kits.command(_kit(tmp_path / f"kit-{made}"), east)
         assert (work / "startup").is_dir()
         assert (work.with_name("workspace-before") / "log.txt").read_text() == "FLARE's log"
-        shutil.rmtree(work)
+        subprocess.run(["rm", "-rf", str(work.parent)], check=True)
     sign = tmp_path / "shutdown.fl"
     sign.symlink_to(__file__)
     assert not flare.is_file(sign)
