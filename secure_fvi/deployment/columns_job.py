@@ -376,14 +376,15 @@ class ColumnsJob(SiteJob):
         path = self.folder / _KEY
         if not path.exists():
             fresh = X25519PrivateKey.generate().private_bytes_raw()
-            write_atomically(path, self._sealer.seal(_KEY, fresh), private=True)
+            write_atomically(path, self._sealer.seal(f"{offer.job}/{_KEY}", fresh), private=True)
         key = self._opener().public_key().public_bytes_raw()
         statement = _key_statement(offer, home.id, key)
         signature = home.identity_in(self.decision.roster).sign(LABEL_KEY + statement)
         return {"key": key.hex(), "signature": signature.hex()}
 
     def _opener(self) -> X25519PrivateKey:
-        return X25519PrivateKey.from_private_bytes(self._sealer.open(_KEY, (self.folder / _KEY).read_bytes()))
+        slot = f"{self.decision.offer.job}/{_KEY}"
+        return X25519PrivateKey.from_private_bytes(self._sealer.open(slot, (self.folder / _KEY).read_bytes()))
 
     def _on_response(self, message: Any) -> Learned | Told:
         """What the server says of the response, by where that lies. Raises ProtocolError for what the job has not."""
@@ -412,7 +413,8 @@ class ColumnsJob(SiteJob):
             own = {name: value[torch.from_numpy(self._rows)] for name, value in self._outcome._asdict().items()}
             salt = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)
             content = save({**own, "salt": salt})
-        told = _told_statement(offer, self._order, self._learn(content))
+        with _of_data(home.id):  # what is wrong with it is this site's alone
+            told = _told_statement(offer, self._order, self._learn(content))
         try:
             sealed = _SUITE.encrypt(
                 content, X25519PublicKey.from_public_bytes(wanted.key), self._sealed_for(wanted.silo)

@@ -301,10 +301,15 @@ def carrying(
     calls: a file descriptor with `call_filter(carrier=True)`. It is to be started without an environment, which its
     first process would keep, and with no file of this process. Raises InputError where no sandbox can be made."""
     tool = _tool("FLARE's process at a site", "start it with --sandbox off, by which FLARE's server reads what you may")
-    command = [*_walls(tool), "--share-net", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
-    command += _bound((*_SYSTEM, *_NETWORK, *_places()), hidden)
-    for shown in map(str, (workspace.resolve(), *doors)):
-        command += ["--bind", shown, shown]
+    command = [*_walls(tool), "--share-net", "--dev", "/dev", "--tmpfs", "/tmp"]
+    command += ["--proc", "/proc", "--remount-ro", "/proc"]  # of root's, the machine's own settings lie there
+    shown = (*_SYSTEM, *_NETWORK, *_places())
+    for place in map(Path, shown):
+        if place.exists() and workspace.resolve().is_relative_to(place.resolve()):
+            raise InputError(f"'{workspace}' lies below '{place}', which FLARE's process is to read: move the home")
+    command += _bound(shown, hidden)
+    for own in map(str, (workspace.resolve(), *doors)):
+        command += ["--bind", own, own]
     command += [] if calls is None else ["--seccomp", str(calls)]
     passed = {n: os.environ[n] for name in _PASSED for n in (name, name.upper()) if n in os.environ}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.defpath])

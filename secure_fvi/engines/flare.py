@@ -396,18 +396,18 @@ def _around(home: Home, local: Local, sandbox: str) -> Iterator[Callable[[list[s
         calls.write(call_filter(carrier=True)[0])
         told = {DOOR_VARIABLE: str(door.folder)}
         workspace_of(home).mkdir(mode=0o700, parents=True, exist_ok=True)
-        if sandbox == "required":
-            hidden = [home.path, *([local.data_dir] if local.data_dir else [])]
-            with contextlib.suppress(InputError):  # of a policy that is none yet
-                hidden += read_policy(home.policy_file).files
-            filtered = calls.fileno() if calls.tell() else None
-            before, variables = carrying(workspace_of(home), door.paths, told, hidden, filtered), {}
-        else:
+        filtered, before = calls.fileno() if calls.tell() else None, list[str]()
+        secret, variables = (PASSPHRASE_VARIABLE, KEY_FILE_VARIABLE, HOME_VARIABLE), dict[str, str]()
+        if sandbox == "off":
             _log.warning("%s", UNFENCED)
-            secret = (PASSPHRASE_VARIABLE, KEY_FILE_VARIABLE, HOME_VARIABLE)
-            before, variables = [], {n: value for n, value in os.environ.items() if n not in secret} | told
+            variables = {n: value for n, value in os.environ.items() if n not in secret} | told
+        else:
+            carrying(workspace_of(home), door.paths, told, [], filtered)  # what it refuses is said at once
 
         def start(command: list[str]) -> subprocess.Popen[bytes]:
+            nonlocal before
+            if sandbox == "required":  # as its policy is now
+                before = carrying(workspace_of(home), door.paths, told, _hidden(home, local), filtered)
             calls.seek(0)
             return subprocess.Popen(
                 [*before, *command], env=variables, cwd=home.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -415,3 +415,13 @@ def _around(home: Home, local: Local, sandbox: str) -> Iterator[Callable[[list[s
             )  # fmt: skip
 
         yield start
+
+
+def _hidden(home: Home, local: Local) -> list[Path]:
+    """What of the site is not to be seen, should it lie below Python's own folders."""
+    found = [home.path, *(Path(p) for p in (local.data_dir, os.environ.get(KEY_FILE_VARIABLE)) if p)]
+    try:
+        return [*found, *read_policy(home.policy_file).files]
+    except InputError as error:
+        _log.warning("data below Python's own folders would not be hidden from FLARE: %s", error)
+        return found

@@ -100,6 +100,8 @@ class SiteExecutor(Executor):  # type: ignore[misc]
             try:
                 self._way = self._way or Way(Path(os.environ[DOOR_VARIABLE]))
                 kind, answer = self._way.ask(content)
+            except BlockingIOError:  # another job of FLARE is there, and this one has its turn after it
+                kind, answer = WORKING, b""
             except (EOFError, OSError) as error:
                 self._leave()
                 _log.warning("the site's process is not there (%s)", type(error).__name__)

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from secure_fvi.checkpoints import latest_round
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
 from secure_fvi.deployment.job import silo_ids
-from secure_fvi.deployment.names import ROLES, Table, now, printable, read_bytes, write_bytes
+from secure_fvi.deployment.names import ROLES, Table, now, printable, write_bytes
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.files import write_atomically
 from secure_fvi.key_files import KEY_FILE_VARIABLE, PASSPHRASE_VARIABLE
@@ -49,6 +50,7 @@ _RIGHTS = {
 _APP = "nvflare.app_common"
 _STORAGE = f"{_APP}.storages.filesystem_storage.FilesystemStorage"
 _LOG = "nvflare.fuel.utils.log_utils.BaseFormatter"
+_MOST_BYTES = 1 << 20  # of a file of a kit
 #: Incarnations of one job in a row that may end without a round more.
 MOST_TRIES = 5
 _LOOK, _BETWEEN, _FLARE_AWAY, _LOST = 1.0, 10.0, 60.0, 30.0  # seconds
@@ -130,9 +132,8 @@ def guard(kit: Path, workspace: Path) -> None:
     ends: list[_Client | _Server] = [said.client, *said.servers]
     for one in ends:
         for name in {one.ssl_private_key, one.ssl_cert, one.ssl_root_cert} - {""}:
-            path = kit / "startup" / name
-            if path.is_file():  # FLARE itself says what is missing
-                write_bytes(workspace / "startup" / name, read_bytes(path, "a file of the startup kit"))
+            if os.path.lexists(kit / "startup" / name):  # FLARE itself says what is missing
+                write_bytes(workspace / "startup" / name, _own(kit, name))
     local = workspace / "local"
     rights = {"format_version": "1.0", "permissions": {"project_admin": dict(_RIGHTS)}}
     of_role = _of_server(workspace.resolve()) if at == "fed_server.json" else _of_site()
@@ -204,9 +205,29 @@ def _startup(kit: Path) -> str:
     raise InputError(f"'{kit}' is no startup kit of FLARE: startup/fed_client.json is missing")
 
 
+def _own(kit: Path, name: str) -> bytes:
+    """A file of the kit's `startup/` itself: what a link leads to is not of whoever handed the kit out. Raises
+    InputError for anything else than a plain file."""
+    try:
+        folder = os.open(kit / "startup", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb") as file:
+                about = os.fstat(file.fileno())
+                content = file.read(_MOST_BYTES + 1) if stat.S_ISREG(about.st_mode) and about.st_nlink == 1 else None
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise InputError(f"'{kit}': startup/{name} is no plain file ({error.strerror})") from None
+    if content is None or len(content) > _MOST_BYTES:
+        raise InputError(
+            f"'{kit}': startup/{name} is no plain file of at most {_MOST_BYTES:,} bytes, with no other name"
+        )
+    return content
+
+
 def _addresses(kit: Path, name: str) -> _Kit:
     try:
-        return _Kit.model_validate_json(read_bytes(kit / "startup" / name, "a file of the startup kit"))
+        return _Kit.model_validate_json(_own(kit, name))
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, found["loc"]))

@@ -484,6 +484,27 @@ def test_a_kit_reads_nothing_out(
     assert not key_file.exists()
 
 
+@pytest.mark.parametrize("what", ["link", "hard link", "folder", "pipe"])
+def test_a_kit_hands_over_nothing_that_its_links_lead_to(what: str, tmp_path: Path) -> None:
+    """Of the site's own files, before FLARE is behind its fence. The control is the same file as it is read else."""
+    secret, kit = tmp_path / "identity.pem", _kit(tmp_path / "kit")
+    secret.write_text("-----BEGIN PRIVATE KEY-----")
+    at = kit / "startup" / "client.key"
+    flare_kits.guard(kit, tmp_path / "work")
+    at.unlink()
+    if what == "folder":
+        (kit / "startup").rename(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere" / "client.key").write_text(secret.read_text())
+        (kit / "startup").symlink_to(tmp_path / "elsewhere")
+    else:
+        {"link": at.symlink_to, "hard link": at.hardlink_to, "pipe": lambda _: os.mkfifo(at)}[what](secret)
+    if what != "pipe":
+        assert at.read_text() == secret.read_text()
+    with pytest.raises(InputError, match="is no plain file"):
+        flare_kits.guard(kit, tmp_path / "work")
+    assert "PRIVATE" not in "".join(p.read_text() for p in (tmp_path / "work").rglob("*") if p.is_file())
+
+
 def test_what_is_no_kit_is_said(tmp_path: Path, world: World) -> None:
     with pytest.raises(InputError, match="is no startup kit of FLARE"):
         flare_kits.command(tmp_path, world.homes["east"])
@@ -532,6 +553,11 @@ try:
 except PermissionError:
     found["bus"] = None
 socket.socket(socket.AF_INET).close()
+try:
+    open("/proc/sys/kernel/core_pipe_limit", "r+").close()
+    found["settings"] = os.getuid() == 0 or None  # of the machine, which are root's
+except OSError:
+    found["settings"] = None
 keyctl = {"x86_64": 250, "aarch64": 219}[os.uname().machine]
 found["keyring"] = ctypes.CDLL(None).syscall(keyctl, 0, -3, 1) > 0 or None
 found["door"] = Way(Path(os.environ["SECURE_FVI_DOOR"])).ask(b"no letter")[0].decode()
