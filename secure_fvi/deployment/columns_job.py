@@ -64,7 +64,7 @@ from secure_fvi.columns import (
 from secure_fvi.compiled import choose_mode
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.countersigning import answer_of
-from secure_fvi.deployment.deciding import stated_policy
+from secure_fvi.deployment.deciding import logged_policy, stated_policy
 from secure_fvi.deployment.holding import HeldStore, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
@@ -220,7 +220,7 @@ class ColumnsJob(SiteJob):
     def join(self) -> Joined:
         if self._settle():
             return super().join()
-        policy = stated_policy(self.home, self.decision.offer.job, self.decision.policy.hash)
+        policy = stated_policy(self.home, self.decision.offer.job, logged_policy(self.home, self.decision.policy.hash))
         return Joined(pack_schema(self.schema), self._fresh.draw(), b"", 0, policy=policy)
 
     def open(self, message: Open) -> bytes:

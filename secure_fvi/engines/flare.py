@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import logging
 import os
 import secrets
@@ -309,10 +310,12 @@ class Door:
                 with Connection(os.open(self.paths[0], os.O_RDONLY), writable=False) as letters:
                     if self._open:
                         self._talk(letters)
+                with self.paths[2].open("rb") as turn:  # until who was there has left, and the pipes are empty
+                    fcntl.flock(turn, fcntl.LOCK_EX)
             except Exception:  # whatever a job of FLARE did, the next is let in
                 if self.paths[0].exists():
                     _log.exception("a job of FLARE ended here")
-                time.sleep(_PAUSE)
+                time.sleep(_AGAIN)  # by when who was there has heard of it
 
     def _talk(self, letters: Connection) -> None:
         with Connection(os.open(self.paths[1], os.O_WRONLY), readable=False) as answers:

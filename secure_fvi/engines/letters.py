@@ -34,6 +34,7 @@ LETTER, BUSY = "letter", "busy"
 DOOR_VARIABLE = "SECURE_FVI_DOOR"
 DOORS = ("in", "out", "turn")
 NUMBER_BYTES = 16
+_SAID_WITHIN = 10.0  # seconds in which a site says at least that it works on it
 ANSWERED, WORKING, REFUSED, FAILED = b"A", b"W", b"R", b"F"
 #: Bytes of a letter beyond its body, at most.
 OVERHEAD = 4096
@@ -124,15 +125,19 @@ class Way:
             letters = os.open(ways[0], os.O_WRONLY | os.O_NONBLOCK)
             os.set_blocking(letters, True)
             self._letters = undo.enter_context(Connection(letters, readable=False))
-            self._answers = undo.enter_context(Connection(os.open(ways[1], os.O_RDONLY), writable=False))
+            answers = os.open(ways[1], os.O_RDONLY | os.O_NONBLOCK)
+            os.set_blocking(answers, True)
+            self._answers = undo.enter_context(Connection(answers, writable=False))
             self._undo = undo.pop_all()
 
     def ask(self, letter: bytes) -> tuple[bytes, bytes]:
         """What kind of answer the site gives, and the answer; one that another process was to have is passed over."""
-        number = os.urandom(NUMBER_BYTES)
+        number, said = os.urandom(NUMBER_BYTES), b""
         self._letters.send_bytes(number + letter)
-        while (said := self._answers.recv_bytes())[:NUMBER_BYTES] != number:
-            pass
+        while said[:NUMBER_BYTES] != number:
+            if not self._answers.poll(_SAID_WITHIN):
+                raise OSError("the site says nothing")
+            said = self._answers.recv_bytes()
         return said[NUMBER_BYTES : NUMBER_BYTES + 1], said[NUMBER_BYTES + 1 :]
 
     def close(self) -> None:

@@ -13,9 +13,10 @@ from deployment_world import NOW, World
 from test_formula_sites import FORMULA, Study
 
 from secure_fvi.cli import cli
-from secure_fvi.deployment.deciding import Decision
+from secure_fvi.deployment.deciding import Decision, stated_policy
 from secure_fvi.deployment.keeping import TEMPLATE
 from secure_fvi.deployment.policy import read_policy
+from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import Privacy
 from secure_fvi.runs.records import formula_model, formula_part
@@ -150,7 +151,9 @@ def test_two_formulas_leave_out_the_same_rows(door: Door, held: bool, monkeypatc
     assert tuple(used(by=formula, noise="server") for formula in (second, FORMULA)) == both
     assert tuple(used(by=formula, noise="distributed") for formula in (second, FORMULA)) == (90, 89)  # noise hides it
     door.policy.write_bytes(first)
-    assert study.join(study.offer(formula=second, options={"most": {"rows": 4}})).nonce
+    offer, east = study.offer(formula=second, options={"most": {"rows": 4}}), study.world.homes["east"]
+    said = study.join(offer).policy  # in a server's report, which the site checks by what its log has
+    assert said == stated_policy(east, offer.job, verify(east.log_file).jobs[offer.job].fields["policy"])
     answer = CliRunner().invoke(cli, again)
     assert "left out 0 of the 90 rows of data set 'data'" in str(answer.exception)
     assert door.policy.read_bytes() == first
