@@ -53,9 +53,9 @@ def start(
 ) -> None:
     """Run FLARE's process of this member, of the startup kit KIT, until it is stopped.
 
-    First the kit is guarded: no job brings code to it, or names a class other than ours, and no log leaves it; and no
-    program of the kit is run. A silo's keys and data stay in this process: FLARE's own brings it letters, and sees
-    none of them. A process that dies is started again.
+    First the kit is guarded: of it keys, certificates and addresses alone are used, and between honest members no job
+    brings code, or names a class other than ours. A silo's keys, data and log stay in this process: FLARE's own, which
+    does what FLARE's server says, brings it letters, and sees none of them. A process that dies is started again.
     """
     import signal
     import sys

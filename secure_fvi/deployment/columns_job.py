@@ -64,7 +64,6 @@ from secure_fvi.columns import (
 from secure_fvi.compiled import choose_mode
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.countersigning import answer_of
-from secure_fvi.deployment.deciding import logged_policy, stated_policy
 from secure_fvi.deployment.holding import HeldStore, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
@@ -220,7 +219,7 @@ class ColumnsJob(SiteJob):
     def join(self) -> Joined:
         if self._settle():
             return super().join()
-        policy = stated_policy(self.home, self.decision.offer.job, logged_policy(self.home, self.decision.policy.hash))
+        policy = self.decision.stated_policy(self.home)
         return Joined(pack_schema(self.schema), self._fresh.draw(), b"", 0, policy=policy)
 
     def open(self, message: Open) -> bytes:
@@ -376,15 +375,19 @@ class ColumnsJob(SiteJob):
         path = self.folder / _KEY
         if not path.exists():
             fresh = X25519PrivateKey.generate().private_bytes_raw()
-            write_atomically(path, self._sealer.seal(f"{offer.job}/{_KEY}", fresh), private=True)
+            write_atomically(path, self._sealer.seal(self._key_slot, fresh), private=True)
         key = self._opener().public_key().public_bytes_raw()
         statement = _key_statement(offer, home.id, key)
         signature = home.identity_in(self.decision.roster).sign(LABEL_KEY + statement)
         return {"key": key.hex(), "signature": signature.hex()}
 
     def _opener(self) -> X25519PrivateKey:
-        slot = f"{self.decision.offer.job}/{_KEY}"
-        return X25519PrivateKey.from_private_bytes(self._sealer.open(slot, (self.folder / _KEY).read_bytes()))
+        kept = self._sealer.open(self._key_slot, (self.folder / _KEY).read_bytes())
+        return X25519PrivateKey.from_private_bytes(kept)
+
+    @property
+    def _key_slot(self) -> str:
+        return f"{self.decision.offer.job}/{_KEY}"
 
     def _on_response(self, message: Any) -> Learned | Told:
         """What the server says of the response, by where that lies. Raises ProtocolError for what the job has not."""

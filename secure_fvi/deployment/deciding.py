@@ -38,8 +38,9 @@ def over(outcome: str | None) -> bool:
 
 
 def stated_policy(home: Home, job: str, policy: bytes) -> bytes:
-    """The digest (32 bytes) by which a site tells the server under which policy, of hash `policy`, it accepted a job:
-    the site can tell whether it is right, and who has none of its keys cannot try policies against it."""
+    """The digest (32 bytes) by which a site tells the server under which policy, which its log calls `policy`, it
+    accepted a job: the site can tell whether it is right, and who has none of its keys cannot try policies against it.
+    """
     said = b"secure-fvi/stated-policy/1/" + policy + job.encode()
     return hashlib.blake2b(said, key=home.state_secret(), digest_size=32).digest()
 
@@ -59,6 +60,10 @@ class Decision(NamedTuple):
     data: DataRule | None  # None at a key holder
     matched: bool = False  # whether people were matched for the job before, as the site's log has it
     exact_jobs: int = 0  # without differential privacy, that the site has answered on this data set before
+
+    def stated_policy(self, home: Home) -> bytes:
+        """Under which policy, as the server hears it."""
+        return stated_policy(home, self.offer.job, logged_policy(home, self.policy.hash))
 
     def local_config(self, site: str) -> Config:
         """The job's configuration with this site's own model, data and predictor in place of `AT_SITE`."""

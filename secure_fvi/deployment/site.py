@@ -22,7 +22,7 @@ from secure_fvi.deployment import session_messages as talk
 from secure_fvi.deployment.consortium import Member
 from secure_fvi.deployment.countersigning import SEEN, ends, open_trail
 from secure_fvi.deployment.countersigning import answer as countersign
-from secure_fvi.deployment.deciding import FINISHED, OUTCOMES, Decision, decide, logged_policy, stated_policy
+from secure_fvi.deployment.deciding import FINISHED, OUTCOMES, Decision, decide
 from secure_fvi.deployment.going import Stand, Teller, Unfit
 from secure_fvi.deployment.holding import HeldStore, open_held
 from secure_fvi.deployment.home import Home
@@ -384,7 +384,7 @@ class HolderJob:
         self._restore()
         if self._next is None:
             self._next = SecretContext(self._scheme)
-        policy = stated_policy(self.home, self.decision.offer.job, logged_policy(self.home, self.decision.policy.hash))
+        policy = self.decision.stated_policy(self.home)
         return talk.Joined(b"", self._hash(self._next), self.session, 0, policy=policy)
 
     def open(self, message: talk.Open) -> bytes:

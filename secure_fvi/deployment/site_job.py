@@ -37,7 +37,7 @@ from secure_fvi.algorithms.base import Posterior, SiloView
 from secure_fvi.building import Machine, build_problem, derived_secret, work_of
 from secure_fvi.compiled import choose_threads
 from secure_fvi.deployment.countersigning import open_ledger
-from secure_fvi.deployment.deciding import Decision, logged_policy, stated_policy
+from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.fence import model_for
 from secure_fvi.deployment.going import Stand, Unfit
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_held
@@ -218,7 +218,7 @@ class SiteJob:
         if self.party is None:
             self.restore()
         session = b"" if self._given_up else self.session
-        policy = stated_policy(self.home, self.decision.offer.job, logged_policy(self.home, self.decision.policy.hash))
+        policy = self.decision.stated_policy(self.home)
         last = self.guards.last_index + 1
         return Joined(pack_schema(self.schema), self._fresh.draw(), session, last, policy=policy)
 

@@ -310,12 +310,12 @@ class Door:
                 with Connection(os.open(self.paths[0], os.O_RDONLY), writable=False) as letters:
                     if self._open:
                         self._talk(letters)
-                with self.paths[2].open("rb") as turn:  # until who was there has left, and the pipes are empty
-                    fcntl.flock(turn, fcntl.LOCK_EX)
             except Exception:  # whatever a job of FLARE did, the next is let in
                 if self.paths[0].exists():
                     _log.exception("a job of FLARE ended here")
-                time.sleep(_AGAIN)  # by when who was there has heard of it
+                time.sleep(_PAUSE)
+            with contextlib.suppress(OSError), self.paths[2].open("rb") as turn:
+                fcntl.flock(turn, fcntl.LOCK_EX)  # until who was there has left, and the pipes are empty
 
     def _talk(self, letters: Connection) -> None:
         with Connection(os.open(self.paths[1], os.O_WRONLY), readable=False) as answers:
@@ -399,24 +399,26 @@ def _around(home: Home, local: Local, sandbox: str) -> Iterator[Callable[[list[s
         calls.write(call_filter(carrier=True)[0])
         told = {DOOR_VARIABLE: str(door.folder)}
         workspace_of(home).mkdir(mode=0o700, parents=True, exist_ok=True)
-        filtered, before = calls.fileno() if calls.tell() else None, list[str]()
-        secret, variables = (PASSPHRASE_VARIABLE, KEY_FILE_VARIABLE, HOME_VARIABLE), dict[str, str]()
+        filtered, variables = calls.fileno() if calls.tell() else None, dict[str, str]()
         if sandbox == "off":
             _log.warning("%s", UNFENCED)
+            secret = PASSPHRASE_VARIABLE, KEY_FILE_VARIABLE, HOME_VARIABLE
             variables = {n: value for n, value in os.environ.items() if n not in secret} | told
-        else:
-            carrying(workspace_of(home), door.paths, told, [], filtered)  # what it refuses is said at once
+
+        def fence() -> list[str]:
+            """As the site's policy is now."""
+            if sandbox == "off":
+                return []
+            return carrying(workspace_of(home), door.paths, told, _hidden(home, local), filtered)
 
         def start(command: list[str]) -> subprocess.Popen[bytes]:
-            nonlocal before
-            if sandbox == "required":  # as its policy is now
-                before = carrying(workspace_of(home), door.paths, told, _hidden(home, local), filtered)
             calls.seek(0)
             return subprocess.Popen(
-                [*before, *command], env=variables, cwd=home.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                [*fence(), *command], env=variables, cwd=home.path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, pass_fds=(calls.fileno(),),
             )  # fmt: skip
 
+        fence()  # what it refuses is said before anything is put away
         yield start
 
 
