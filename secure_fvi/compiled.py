@@ -463,9 +463,9 @@ def over_draws(fn: Callable[..., Any], *args: Tensor) -> Any:
 
 def _stacked(found: list[Any]) -> Any:
     if isinstance(found[0], dict):
-        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+        return {name: _stacked([one[name] for one in found]) for name in found[0]}
     if isinstance(found[0], tuple):
-        return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+        return tuple(_stacked(list(parts)) for parts in zip(*found, strict=True))
     return torch.stack(found)
 
 

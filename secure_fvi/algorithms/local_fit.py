@@ -1,7 +1,7 @@
 """A silo's local fit in partitioned VI and its baselines: q(Z_G) against cavity x the silo's own likelihood, by steps
 that need no exchange (Ashman et al. 2022, sections 3.1 to 3.3).
 
-    q(Z_G)           natural gradients, or any torch optimiser, on one draw a step
+    q(Z_G)           Newton's steps by many draws, natural gradients or any torch optimiser by one draw a step
     q(Z_L | Z_G)     a silo's own latents, relative to a mean of Z_G that moves from step to step and from fit to fit
     without noise    closed form, fixed-point and gradient steps, for models without local latents
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ from secure_fvi.algorithms.refining import Refiner
 from secure_fvi.algorithms.stationarity import SiloSlope
 from secure_fvi.algorithms.structured import local_units
 from secure_fvi.algorithms.weighing import Weigher, points
-from secure_fvi.compiled import Traced, waiting
+from secure_fvi.compiled import Traced, over_draws, waiting
 from secure_fvi.density import LogDensity
 from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional, Full, LocalFamily, Params, global_family
@@ -63,6 +64,8 @@ _RATE_BY_SIZE = 2.0
 CHANGE, _ROOM = "change", 2.0**10
 #: Longest natural step: of a mean and its gains, in sds (by dimension), and of a log sd, or half the log covariance.
 _MEAN_STEP, _SCALE_STEP = 0.5, 0.3
+#: Least and largest precision after one of Newton's steps, of that before.
+_PRECISIONS = (0.25, 16.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +150,9 @@ class LocalFitOptions:
         return _divisor(self.local_steps)
 
 
-#: Antithetic pairs of draws in a step where silos' latents are integrated out, at least.
-_PAIRS = 8
+#: Antithetic pairs of draws in a step of `NewtonSteps`, at least; dimensions up to which a silo without latents of its
+#: own makes them, and numbers of records in all draws of one up to which it does.
+_PAIRS, _NEWTON_TO, _AT_ONCE = 16, 128, 30_000_000
 
 
 class Families:
@@ -173,8 +177,12 @@ class Families:
             eliminates(problem) and self.full and not self.by_row and problem.privacy is None
             and config.local_optimizer == NATURAL and config.silo_family == Conditional()
         )  # fmt: skip
-        #: Draws of Z_G in a step.
-        self.draws = 2 * max(_PAIRS, self.n) if self.eliminates else 1
+        #: Whether steps are Newton's, by many draws of Z_G, rather than along the gradient at one.
+        self.newton = self.eliminates or (
+            not self.has_latents and self.full and not self.by_row and problem.privacy is None
+            and config.local_optimizer == NATURAL and self.n <= _NEWTON_TO
+        )  # fmt: skip
+        self.draws = 2 * max(_PAIRS, self.n) if self.newton else 1
         self.packed = packed_size(self.n, self.full)
         self._check()
 
@@ -248,6 +256,8 @@ _LEAST = 0.05
 _STRATA, _AHEAD = 16, 4_000_000
 #: Shares of the configured rate at which a fit is tried, one after the other, until one does not run off.
 _RATES = (1.0, 0.1, 0.01)
+#: Newton's steps over which q is seen to have settled, those that are averaged after them, and their length.
+_WINDOW, _ENDING, _SHORT = 6, 12, 0.3
 #: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
 _SETTLED_AT = 0.6
 #: Share of a first fit over which their rate rises: until q has found its width, gains mean nothing.
@@ -295,13 +305,24 @@ def _definite(covariance: Tensor) -> bool:
     return int(torch.linalg.cholesky_ex(covariance).info) == 0
 
 
+def settled(states: list[Tensor]) -> bool:
+    """Whether means and sds, (2, n) after each of some steps, went no further than these steps' noise takes them, or a
+    twentieth of an sd."""
+    if len(states) <= _WINDOW:
+        return False
+    loc, sd = torch.stack(states).unbind(1)
+    way = torch.cat([(loc - loc[-1]) / sd[-1], (sd / sd[-1]).log()], 1)
+    noise = way.diff(dim=0).norm(dim=0)
+    return bool((way[0].abs() <= noise.clamp(min=0.05)).all())
+
+
 class SiloFit:
     """The local fits of all silos of a process; it holds no data, so that they share its traces."""
 
     def __init__(self, families: Families) -> None:
         self.families, self.config, self.problem = families, families.config, families.problem
         self.exact = ExactFit(families) if self.config.local_optimizer in EXACT else None
-        self.block = StepBlock(families) if self.exact is None else None
+        self.block = StepBlock(families, families.newton) if self.exact is None else None
         self._slope = SiloSlope(self.problem, families.local, families.silo, families.samples, families.gradient)
         self.weigher = Weigher(self.problem, families.local, families.silo)
 
@@ -355,26 +376,29 @@ class SiloFit:
             anchor = end.mean() if end.proper else own.anchor
             own = own._replace(anchor=anchor, visits=own.visits + 1)
             return Fitted(end, value, gradient, own, torch.ones(q.n, dtype=torch.bool))
-        assert self.block is not None
-        families, moments, length, q_steps = self.families, own.moments, self.block.length, self.block.steps
+        families, moments, block = self.families, own.moments, self._block(view)
+        q_steps = block.steps
         silo, moved = reanchored_silo(own.silo, families.move(q.mean() - own.anchor), families.n_silo)
         record = reanchored_records(own.record, moved)
         current = q_steps.init(q, tight=own.visits == 0)
-        average = self.block.observed(current, moved.new_zeros(()), theta, moved[: families.n])
+        average = block.observed(current, moved.new_zeros(()), theta, moved[: families.n])
         steps = self.config.local_steps * (FIRST_FIT if own.visits == 0 else 1)
         first_key = turn * self.config.local_steps * FIRST_FIT
         batches = self._batches(first_key, steps, view)
-        schedule = self._schedule(steps, own.visits, share)
         carry = Carry(
             current, record, moments["record"], silo, moments["silo"], own.phi, moments["phi"], average, moved
         )
         tilted = (families.move(cavity.shift), families.move(cavity.precision))
-        noise = self._draws(first_key, len(schedule), batches, view)
-        for start in range(0, len(schedule), length):
-            batch = None if batches is None else batches[start : start + length]
+        pace = self._until_settled(steps, own.visits, share) if block.newton else None
+        schedule = self._schedule(steps, own.visits, share).split(block.length) if pace is None else ()
+        noise = self._draws(first_key, steps, block, batches, view)
+        for k, eps in enumerate(noise):
+            batch = None if batches is None else batches[k * block.length : (k + 1) * block.length]
             rows, weights = self._rows(batch, view)
-            inputs = Inputs(tilted, theta, rows, weights, *next(noise), schedule[start : start + length])
-            carry = self._advance(carry, inputs, batch)
+            rates = schedule[k] if pace is None else pace(carry.q)
+            if rates is None:
+                break
+            carry = self._advance(block, carry, Inputs(tilted, theta, rows, weights, *eps, rates), batch)
         average = carry.average
         loc, covariance = (average[name].to("cpu", torch.float64) for name in ("loc", "covariance"))
         ended = all(bool(torch.isfinite(v).all()) for v in average.values()) and _definite(covariance)
@@ -440,13 +464,23 @@ class SiloFit:
             eps_silo = view.silo_draws.normals(key + draw, families.n_silo)
             yield own, rows, weights, families.move(eps_record.transpose(0, 1).contiguous()), families.move(eps_silo)
 
-    def _advance(self, carry: Carry, inputs: Inputs, batch: npt.NDArray[np.int64] | None) -> Carry:
-        """The state after a block. Records that are in no batch only move along with the means of Z_G and Z_S."""
+    def _block(self, view: SiloView) -> StepBlock:
+        """The steps of a silo of so many records."""
         assert self.block is not None
+        if self.families.eliminates or view.size * self.block.draws <= _AT_ONCE:
+            return self.block
+        return self._one_draw
+
+    @cached_property
+    def _one_draw(self) -> StepBlock:
+        return StepBlock(self.families, False)
+
+    def _advance(self, block: StepBlock, carry: Carry, inputs: Inputs, batch: npt.NDArray[np.int64] | None) -> Carry:
+        """The state after a block. Records that are in no batch only move along with the means of Z_G and Z_S."""
         if batch is None or not carry.record:
-            return self.block(carry, inputs)
+            return block(carry, inputs)
         at = torch.from_numpy(batch[0]).to(self.problem.device)
-        after = self.block(
+        after = block(
             carry._replace(record=take(carry.record, at), record_moments=take(carry.record_moments, at)), inputs
         )
         return after._replace(
@@ -463,17 +497,16 @@ class SiloFit:
         return rows, view.weights.new_full((batch.shape[1],), view.size / batch.shape[1])
 
     def _draws(
-        self, key: int, steps: int, batches: npt.NDArray[np.int64] | None, view: SiloView
+        self, key: int, steps: int, block: StepBlock, batches: npt.NDArray[np.int64] | None, view: SiloView
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """eps_G (S, noise), eps_L (S, K, B, n_record) and eps_S (S, 1, n_silo) of each block.
 
         Stratified over some steps: what a fit reports is an average over many, and the noise of 300 records' draws in
         a scale site is what keeps it from its target. Minibatches draw eps_L anew, a record at a time.
         """
-        assert self.block is not None
-        families, length = self.families, self.block.length
+        families, length = self.families, block.length
         samples, n = families.samples, families.n_record
-        of_q, of_silo = max(1, families.draws // 2) * families.shared.noise_size, families.draws * families.n_silo
+        of_q, of_silo = max(1, block.draws // 2) * families.shared.noise_size, block.draws * families.n_silo
         width = of_q + of_silo
         count = len(view.weights) if batches is None else batches.shape[1]
         most = _STRATA if batches is not None else min(_STRATA, _AHEAD // max(1, count * samples * n))
@@ -486,14 +519,32 @@ class SiloFit:
             if n and batches is None:
                 ahead = view.record_draws.stratified(key + start, samples * n, rounds)
             for first in range(0, rounds, length):
-                block = slice(first, first + length)
+                now = slice(first, first + length)
                 drawn = torch.empty(length, count, 0)
                 if ahead is not None:
-                    drawn = ahead[block]
+                    drawn = ahead[now]
                 elif n and batches is not None:  # a block is one step then
                     drawn = view.record_draws.normals(key + start + first, samples * n, batches[start + first])[None]
                 eps_record = drawn.reshape(length, count, samples, n).transpose(1, 2).contiguous()
-                yield eps[block, 0], families.move(eps_record), eps_silo[block]
+                yield eps[now, 0], families.move(eps_record), eps_silo[now]
+
+    def _until_settled(self, steps: int, visits: int, share: float) -> Callable[[Params], Tensor | None]:
+        """What gives the rates of Newton's next step, a row of `_schedule`, from q before it: full steps until q goes
+        nowhere but to and fro, at most `steps`, then short ones, which are averaged; None when these are made."""
+        rate = share * self.config.decay**visits
+        count = min(_ENDING, steps // 4)
+        seen: list[Tensor] = []
+        ending = iter(range(count))
+
+        def rates(q: Params) -> Tensor | None:
+            if len(seen) < steps - count and not settled(seen[-_WINDOW - 1 :]):
+                sd = q["factor"].norm(dim=1)
+                seen.append(torch.stack([q["loc"], sd]))
+                return q["loc"].new_tensor([[rate, 1.0, 1.0]])
+            last = next(ending, None)
+            return None if last is None else q["loc"].new_tensor([[_SHORT * rate, 1.0, 1.0 / (last + 1)]])
+
+        return rates
 
     def _schedule(self, steps: int, visits: int, share: float) -> Tensor:
         """(steps, 3): shares of the first learning rates, of q and of the silo's own parameters, and the weight of the
@@ -574,13 +625,18 @@ class StepBlock:
     """Local steps of one model and configuration. A block is one call where it is compiled, since calls cost more than
     its steps; where it is traced each step is one, since a trace takes as long as the steps in it."""
 
-    def __init__(self, families: Families) -> None:
+    def __init__(self, families: Families, newton: bool) -> None:
         config, problem = families.config, families.problem
-        self.n, self.n_silo = families.n, families.n_silo
+        self.n, self.n_silo, self.newton = families.n, families.n_silo, newton
+        self.draws = families.draws if newton else 1
         self.minibatch, self.optimizer = families.by_row, families.optimizer
-        self.steps = NaturalSteps(families) if config.local_optimizer == NATURAL else TorchSteps(families)
-        self.length = 1 if families.has_latents else config.steps_in_a_call
-        self._gradient, self.eliminates = families.gradient, families.eliminates
+        self.steps: NewtonSteps | NaturalSteps | TorchSteps
+        if newton:
+            self.steps = NewtonSteps(families)
+        else:
+            self.steps = NaturalSteps(families) if config.local_optimizer == NATURAL else TorchSteps(families)
+        self.length = 1 if families.has_latents or newton else config.steps_in_a_call
+        self._gradient = families.gradient
         by_shape = families.local.couples_records
         record, rows, noise = (None, None, None) if by_shape else (0, int(self.minibatch), 2)
         axes = (None, record, record, *[None] * 8, rows, record, None, noise, None, None)  # of Carry, then Inputs
@@ -642,8 +698,8 @@ class StepBlock:
         return carry
 
     def _one(self, carry: Carry, inputs: Inputs, rows: Params, k: int) -> Carry:
-        if self.eliminates:
-            return self._eliminated(carry, inputs, k)
+        if self.newton:
+            return self._newton(carry, inputs, k)
         q, record, silo, phi = carry.q, carry.record, carry.silo, carry.phi
         z = self.steps.draw(q, inputs.eps[k])
         g = self._gradient(
@@ -670,8 +726,8 @@ class StepBlock:
         average = {name: torch.lerp(old, seen[name], inputs.schedule[k, 2]) for name, old in carry.average.items()}
         return Carry(after, record, record_moments, silo, silo_moments, phi, phi_moments, average, carry.moved + moved)
 
-    def _eliminated(self, carry: Carry, inputs: Inputs, k: int) -> Carry:
-        """A step by several draws, of a silo whose latents are integrated out."""
+    def _newton(self, carry: Carry, inputs: Inputs, k: int) -> Carry:
+        """A step by many draws, of a silo that has no latents, or whose latents are integrated out."""
         q, theta = carry.q, inputs.theta
         eps, loc = _balanced(inputs.eps[k].reshape(-1, self.n)), self.steps.loc(q)
 
@@ -682,9 +738,12 @@ class StepBlock:
                 eps_silo,
             )  # fmt: skip
             shift, precision = inputs.cavity
-            return g.value, g.direct, g.direct + shift - _times(precision, z), g.theta, g.silo
+            slope = g.direct + g.path
+            return g.value, slope, slope + shift - precision @ z, g.theta, g.silo
 
-        value, of_silo, of_tilted, of_theta, silo = vmap(of)(eps, inputs.eps_silo[k].reshape(len(eps), 1, self.n_silo))
+        value, of_silo, of_tilted, of_theta, silo = over_draws(
+            of, eps, inputs.eps_silo[k].reshape(len(eps), 1, self.n_silo)
+        )
         after = self.steps.step(q, eps, of_tilted, inputs.schedule[k, 0])
         silo = {name: v.mean(0) for name, v in silo.items()}
         silo, moved = reanchored_silo(silo, self.steps.loc(after) - loc, self.n_silo)
@@ -758,19 +817,15 @@ class NaturalSteps:
         return state["loc"] + _times(state["factor"], eps)
 
     def step(self, state: Params, eps: Tensor, gradient: Tensor, scale: Tensor) -> Params:
-        """The next state, from the gradient of log (cavity x likelihood) in Z_G (n,), or at several draws (S, n);
-        `scale`: share of the first rate."""
+        """The next state, from the gradient of log (cavity x likelihood) in Z_G (n,); `scale`: share of the first
+        rate."""
         factor, rate = state["factor"], scale * self.rate
-        many = eps.dim() == 2
-        score = (gradient @ factor if many else _times(factor.mT if factor.dim() == 2 else factor, gradient)) + eps
-        if many:
-            score, outer = score.mean(0), eps.mT @ score / len(eps)
-        elif factor.dim() == 1:
+        score = _times(factor.mT if factor.dim() == 2 else factor, gradient) + eps
+        if factor.dim() == 1:
             mean_step = (rate * score).clamp(-_MEAN_STEP, _MEAN_STEP)
             grow = self.scale_rate * (0.5 * rate * eps * score).clamp(-_SCALE_STEP, _SCALE_STEP)
             return {"loc": state["loc"] + factor * mean_step, "factor": factor * grow.exp()}
-        else:
-            outer = torch.outer(eps, score)
+        outer = torch.outer(eps, score)
         mean_step = rate * score
         longest = _MEAN_STEP * len(score) ** 0.5
         mean_step = mean_step * (longest / mean_step.norm().clamp(min=longest))
@@ -779,6 +834,48 @@ class NaturalSteps:
         return {
             "loc": state["loc"] + factor @ mean_step,
             "factor": factor + factor @ (grow + 0.5 * grow @ grow),
+        }
+
+
+class NewtonSteps(NaturalSteps):
+    """The same natural gradients, at many draws at once, as the update of natural parameters that they are (Khan and
+    Nielsen 2018): with P = 1 - E[eps s'] the tilted distribution's precision in q's own coordinates, averaged over q,
+
+        M = (1 - rate) + rate P,    loc += rate F M^-1 E[s],    F <- F M^(-1/2).
+
+    At rate 1 this is Newton's step, exact for a normal target and balanced draws. M is held to `_PRECISIONS`, and the
+    mean to a way that grows while the slope at its end still points on, and falls when it points back. Where the
+    target is not finite at a draw, the last step is taken back and q made narrower.
+    """
+
+    def __init__(self, families: Families) -> None:
+        super().__init__(families)
+        self.rate = families.config.learning_rate or 1.0
+
+    def init(self, q: Natural, tight: bool) -> Params:
+        state = super().init(q, tight)
+        return {**state, "last": torch.zeros_like(state["loc"]), "way": self.move(torch.zeros(1, dtype=torch.float64))}
+
+    def step(self, state: Params, eps: Tensor, gradient: Tensor, scale: Tensor) -> Params:
+        """The next state, from gradients at draws (S, n)."""
+        factor, rate, least = state["factor"], scale * self.rate, _MEAN_STEP * eps.shape[-1] ** 0.5
+        finite = torch.isfinite(gradient).all()
+        slope = torch.where(finite, gradient, 0.0)
+        outer = torch.where(finite, eps.mT @ (slope @ factor + eps) / len(eps), 0.0)
+        bent, axes = torch.linalg.eigh(0.5 * (outer + outer.mT))
+        precision = (1 - self.scale_rate * rate * bent).clamp(*_PRECISIONS)
+        slope = slope.mean(0)
+        on = torch.where(slope @ state["last"] > 0, 2.0, 0.5)
+        most = torch.where(finite, on * state["way"], 0.25 * state["way"]).clamp(min=least)
+        step = axes @ ((axes.mT @ (factor.mT @ slope)) * rate / precision)
+        step = step * (most / step.norm().clamp(min=most))
+        moved = torch.where(finite, factor @ step, -state["last"])
+        narrower = torch.where(finite, precision.rsqrt(), 0.5)
+        return {
+            "loc": state["loc"] + moved,
+            "factor": factor @ (axes * narrower) @ axes.mT,
+            "last": torch.where(finite, moved, 0.0),
+            "way": torch.where(finite, step.norm(), most),
         }
 
 
