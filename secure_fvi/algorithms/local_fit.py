@@ -150,9 +150,9 @@ class LocalFitOptions:
         return _divisor(self.local_steps)
 
 
-#: Antithetic pairs of draws in a step of `NewtonSteps`, at least; dimensions up to which a silo without latents of its
-#: own makes them, and numbers of records in all draws of one up to which it does.
-_PAIRS, _NEWTON_TO, _AT_ONCE = 16, 128, 30_000_000
+#: Antithetic pairs of draws in a step of `NewtonSteps`, at least, and more than latents that records share; dimensions
+#: of these up to which there are such steps, and numbers of records in all draws of one up to which a silo makes them.
+_PAIRS, _SPARE, _NEWTON_TO, _AT_ONCE = 16, 8, 128, 4_000_000
 
 
 class Families:
@@ -177,12 +177,15 @@ class Families:
             eliminates(problem) and self.full and not self.by_row and problem.privacy is None
             and config.local_optimizer == NATURAL and config.silo_family == Conditional()
         )  # fmt: skip
-        #: Whether steps are Newton's, by many draws of Z_G, rather than along the gradient at one.
+        #: Whether steps are Newton's, by many draws, rather than along the gradient at one.
         self.newton = self.eliminates or (
-            not self.has_latents and self.full and not self.by_row and problem.privacy is None
-            and config.local_optimizer == NATURAL and self.n <= _NEWTON_TO
+            self.full and not self.by_row and problem.privacy is None and config.local_optimizer == NATURAL
+            and self.samples == 1 and self.n + self.n_silo <= _NEWTON_TO
+            and isinstance(config.local_family, Conditional)
+            and not self.local.couples_records and not self.silo.couples_records
         )  # fmt: skip
-        self.draws = 2 * max(_PAIRS, self.n) if self.newton else 1
+        spare = _SPARE + self.n_silo if self.has_latents and not self.eliminates else 0
+        self.draws = 2 * max(_PAIRS, self.n + spare) if self.newton else 1
         self.packed = packed_size(self.n, self.full)
         self._check()
 
@@ -505,8 +508,10 @@ class SiloFit:
         a scale site is what keeps it from its target. Minibatches draw eps_L anew, a record at a time.
         """
         families, length = self.families, block.length
-        samples, n = families.samples, families.n_record
-        of_q, of_silo = max(1, block.draws // 2) * families.shared.noise_size, block.draws * families.n_silo
+        half, n = max(1, block.draws // 2), families.n_record
+        samples = half if block.newton else families.samples
+        of_q = half * families.shared.noise_size
+        of_silo = (block.draws if families.eliminates else half) * families.n_silo
         width = of_q + of_silo
         count = len(view.weights) if batches is None else batches.shape[1]
         most = _STRATA if batches is not None else min(_STRATA, _AHEAD // max(1, count * samples * n))
@@ -542,7 +547,7 @@ class SiloFit:
                 seen.append(torch.stack([q["loc"], sd]))
                 return q["loc"].new_tensor([[rate, 1.0, 1.0]])
             last = next(ending, None)
-            return None if last is None else q["loc"].new_tensor([[_SHORT * rate, 1.0, 1.0 / (last + 1)]])
+            return None if last is None else q["loc"].new_tensor([[_SHORT * rate, _SHORT, 1.0 / (last + 1)]])
 
         return rates
 
@@ -585,6 +590,8 @@ _LONGEST = 5
 _QUIET = 4.0
 #: Natural gradients of a silo's latents go so many times as far as its learning rate says, which is Adam's.
 _NATURAL = 6.0
+#: By many draws: all the way, at the default.
+_NEWTON = 20.0
 
 
 class Carry(NamedTuple):
@@ -636,7 +643,7 @@ class StepBlock:
         else:
             self.steps = NaturalSteps(families) if config.local_optimizer == NATURAL else TorchSteps(families)
         self.length = 1 if families.has_latents or newton else config.steps_in_a_call
-        self._gradient = families.gradient
+        self._gradient, self._eliminates = families.gradient, families.eliminates
         by_shape = families.local.couples_records
         record, rows, noise = (None, None, None) if by_shape else (0, int(self.minibatch), 2)
         axes = (None, record, record, *[None] * 8, rows, record, None, noise, None, None)  # of Carry, then Inputs
@@ -676,8 +683,8 @@ class StepBlock:
         if "dense" in params:
             params, moments = self.optimizer.step(params, gradient, moments, rates[0], local_units(params))
         else:
-            rate = _NATURAL * self.optimizer.learning_rate * rates[0]
-            params = natural_step(params, gradient, rate, rates[1])
+            rate = (_NEWTON if self.newton else _NATURAL) * self.optimizer.learning_rate * rates[0]
+            params = natural_step(params, gradient, rate, rates[1], not self.newton)
         return _gains_times(params, back, 1 / spread), moments
 
     def observed(self, q: Params, value: Tensor, theta: Params, gradient: Tensor) -> Params:
@@ -727,37 +734,59 @@ class StepBlock:
         return Carry(after, record, record_moments, silo, silo_moments, phi, phi_moments, average, carry.moved + moved)
 
     def _newton(self, carry: Carry, inputs: Inputs, k: int) -> Carry:
-        """A step by many draws, of a silo that has no latents, or whose latents are integrated out."""
-        q, theta = carry.q, inputs.theta
-        eps, loc = _balanced(inputs.eps[k].reshape(-1, self.n)), self.steps.loc(q)
+        """A step by many draws."""
+        q, record, silo, theta = carry.q, carry.record, carry.silo, inputs.theta
+        loc, (shift, precision) = self.steps.loc(q), inputs.cavity
 
-        def of(eps: Tensor, eps_silo: Tensor) -> tuple[Tensor, Tensor, Tensor, Params, Params]:
+        def of(eps: Tensor, eps_silo: Tensor, eps_record: Tensor) -> tuple[Any, ...]:
             z = self.steps.draw(q, eps)
             g = self._gradient(
-                z, z - loc, theta, carry.record, carry.silo, inputs.rows, inputs.weights, inputs.eps_record[k],
-                eps_silo,
-            )  # fmt: skip
-            shift, precision = inputs.cavity
+                z, z - loc, theta, record, silo, inputs.rows, inputs.weights, eps_record[None], eps_silo[None]
+            )
             slope = g.direct + g.path
-            return g.value, slope, slope + shift - precision @ z, g.theta, g.silo
+            return g.value, slope, slope + shift - precision @ z, g.theta, g.local, g.silo
 
-        value, of_silo, of_tilted, of_theta, silo = over_draws(
-            of, eps, inputs.eps_silo[k].reshape(len(eps), 1, self.n_silo)
-        )
+        eps, *others = self._drawn(inputs, k)
+        value, of_silo, of_tilted, *own = over_draws(of, eps, *others)
+        theta_slope, on_record, on_silo = ({name: v.mean(0) for name, v in part.items()} for part in own)
         after = self.steps.step(q, eps, of_tilted, inputs.schedule[k, 0])
-        silo = {name: v.mean(0) for name, v in silo.items()}
+        if self._eliminates:
+            silo = on_silo
+        else:
+            rates, root = (inputs.schedule[k, 1], torch.ones_like(value[0])), self.steps.root(q)
+            record = self._own(record, on_record, carry.record_moments, rates, root, silo)[0]
+            silo = self._own(silo, on_silo, carry.silo_moments, rates, root)[0]
         silo, moved = reanchored_silo(silo, self.steps.loc(after) - loc, self.n_silo)
-        shared = {name: v.mean(0) for name, v in of_theta.items()}
-        seen = self.observed(after, value.mean(), shared, of_silo.abs().mean(0))
+        record = reanchored_records(record, moved)
+        seen = self.observed(after, value.mean(), theta_slope, of_silo.abs().mean(0))
         average = {name: torch.lerp(old, seen[name], inputs.schedule[k, 2]) for name, old in carry.average.items()}
-        return carry._replace(q=after, silo=silo, average=average, moved=carry.moved + moved)
+        return carry._replace(q=after, record=record, silo=silo, average=average, moved=carry.moved + moved)
+
+    def _drawn(self, inputs: Inputs, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(S, n_global), (S, n_silo) and (S, B, n_record): antithetic pairs, second moments exactly the normal's, so
+        that of a normal target the step that they make is exact too."""
+        count, on_record = self.draws // 2, inputs.eps_record[k]
+        half, on_silo = (
+            inputs.eps[k].reshape(count, self.n),
+            inputs.eps_silo[k].reshape(1 + self._eliminates, count, self.n_silo),
+        )
+        if self._eliminates:
+            return _pairs(_balanced(half)), on_silo.flatten(0, 1), _pairs(on_record)
+        shared = _balanced(torch.cat([half, on_silo[0]], 1))
+        if on_record.shape[-1]:
+            along = torch.einsum("hd,hbr->dbr", shared, on_record) / len(shared)
+            on_record = _balanced((on_record - torch.einsum("hd,dbr->hbr", shared, along)).transpose(0, 1))
+            on_record = on_record.transpose(0, 1)
+        return _pairs(shared[:, : self.n]), _pairs(shared[:, self.n :]), _pairs(on_record)
 
 
-def _balanced(half: Tensor) -> Tensor:
-    """(2 S, n) draws in antithetic pairs from S >= n of them, their second moments exactly those of the normal: of a
-    normal target the step that they make is exact too."""
-    root = torch.linalg.cholesky_ex(half.mT @ half / len(half))[0]
-    half = torch.linalg.solve_triangular(root.mT, half, upper=True, left=False)
+def _balanced(draws: Tensor) -> Tensor:
+    """(..., S, n) draws, S >= n, scaled and turned so that their mean square is the identity."""
+    root = torch.linalg.cholesky_ex(draws.mT @ draws / draws.shape[-2])[0]
+    return torch.linalg.solve_triangular(root.mT, draws, upper=True, left=False)
+
+
+def _pairs(half: Tensor) -> Tensor:
     return torch.cat([half, -half])
 
 
@@ -954,7 +983,7 @@ def _gains_times(params: Params, root: Tensor, spread: Tensor) -> Params:
     return new
 
 
-def natural_step(params: Params, gradient: Params, rate: Tensor, gains: Tensor) -> Params:
+def natural_step(params: Params, gradient: Params, rate: Tensor, gains: Tensor, one_draw: bool = True) -> Params:
     """All of q(Z_L | Z_G, Z_S), a row a record, after a step along the natural gradient, gains as of white noise and at
     that share of the rate; no longer than `_MEAN_STEP` sds for a mean and its gains, and `_SCALE_STEP` in logs for a
     scale and its own.
@@ -965,8 +994,8 @@ def natural_step(params: Params, gradient: Params, rate: Tensor, gains: Tensor) 
     """
     sd = params["log_scale"].exp().unsqueeze(-1)
     n = sd.shape[-2]
-    # A draw has one direction of d: along it all gains move at once, and would overshoot where there are many.
-    rate = rate / (1 + rate * params["coupling"].shape[-1]) if "coupling" in params else rate
+    if one_draw and "coupling" in params:  # of one direction of d: along it all gains move at once, and would overshoot
+        rate = rate / (1 + rate * params["coupling"].shape[-1])
     unit = unit_lower(params["lower"], n) if "lower" in params else None
     slopes: Params = {"loc": gradient["loc"].unsqueeze(-1)}
     slopes |= {name: gradient[name] for name in ("coupling", "scale_coupling") if name in params}
