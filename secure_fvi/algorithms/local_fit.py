@@ -309,12 +309,13 @@ def _definite(covariance: Tensor) -> bool:
 
 
 def settled(states: list[Tensor]) -> bool:
-    """Whether means and sds, (2, n) after each of some steps, went no further than these steps' noise takes them, or a
-    twentieth of an sd."""
+    """Whether means, sds and the bound, (2 n + 1,) after each of some steps, went no further than these steps' noise
+    takes them, or a twentieth of an sd, or nat."""
     if len(states) <= _WINDOW:
         return False
-    loc, sd = torch.stack(states).unbind(1)
-    way = torch.cat([(loc - loc[-1]) / sd[-1], (sd / sd[-1]).log()], 1)
+    seen = torch.stack(states)
+    loc, sd, value = seen.tensor_split([seen.shape[1] // 2, seen.shape[1] - 1], 1)
+    way = torch.cat([(loc - loc[-1]) / sd[-1], (sd / sd[-1]).log(), value - value[-1]], 1)
     noise = way.diff(dim=0).norm(dim=0)
     return bool((way[0].abs() <= noise.clamp(min=0.05)).all())
 
@@ -398,7 +399,7 @@ class SiloFit:
         for k, eps in enumerate(noise):
             batch = None if batches is None else batches[k * block.length : (k + 1) * block.length]
             rows, weights = self._rows(batch, view)
-            rates = schedule[k] if pace is None else pace(carry.q)
+            rates = schedule[k] if pace is None else pace(carry)
             if rates is None:
                 break
             carry = self._advance(block, carry, Inputs(tilted, theta, rows, weights, *eps, rates), batch)
@@ -533,21 +534,21 @@ class SiloFit:
                 eps_record = drawn.reshape(length, count, samples, n).transpose(1, 2).contiguous()
                 yield eps[now, 0], families.move(eps_record), eps_silo[now]
 
-    def _until_settled(self, steps: int, visits: int, share: float) -> Callable[[Params], Tensor | None]:
-        """What gives the rates of Newton's next step, a row of `_schedule`, from q before it: full steps until q goes
-        nowhere but to and fro, at most `steps`, then short ones, which are averaged; None when these are made."""
-        rate = share * self.config.decay**visits
-        count = min(_ENDING, steps // 4)
+    def _until_settled(self, steps: int, visits: int, share: float) -> Callable[[Carry], Tensor | None]:
+        """What gives the rates of Newton's next step, a row of `_schedule`, from where the last ended: full steps until
+        these go nowhere but to and fro, at most `steps`, then short ones, which are averaged; None when they are
+        made."""
+        rate, count = share * self.config.decay**visits, min(_ENDING, steps // 4)
         seen: list[Tensor] = []
         ending = iter(range(count))
 
-        def rates(q: Params) -> Tensor | None:
+        def rates(carry: Carry) -> Tensor | None:
+            loc, sd, value = carry.q["loc"], carry.q["factor"].norm(dim=1), carry.average["value"]
             if len(seen) < steps - count and not settled(seen[-_WINDOW - 1 :]):
-                sd = q["factor"].norm(dim=1)
-                seen.append(torch.stack([q["loc"], sd]))
-                return q["loc"].new_tensor([[rate, 1.0, 1.0]])
+                seen.append(torch.cat([loc, sd, value]))
+                return loc.new_tensor([[rate, 1.0, 1.0]])
             last = next(ending, None)
-            return None if last is None else q["loc"].new_tensor([[_SHORT * rate, _SHORT, 1.0 / (last + 1)]])
+            return None if last is None else loc.new_tensor([[_SHORT * rate, _SHORT, 1.0 / (last + 1)]])
 
         return rates
 
@@ -590,8 +591,8 @@ _LONGEST = 5
 _QUIET = 4.0
 #: Natural gradients of a silo's latents go so many times as far as its learning rate says, which is Adam's.
 _NATURAL = 6.0
-#: By many draws: all the way, at the default.
-_NEWTON = 20.0
+#: By many draws: half the way, at the default, and gains a share of that.
+_NEWTON, _GAINS = 10.0, 0.3
 
 
 class Carry(NamedTuple):
@@ -753,7 +754,7 @@ class StepBlock:
         if self._eliminates:
             silo = on_silo
         else:
-            rates, root = (inputs.schedule[k, 1], torch.ones_like(value[0])), self.steps.root(q)
+            rates, root = (inputs.schedule[k, 1], torch.full_like(value[0], _GAINS)), self.steps.root(q)
             record = self._own(record, on_record, carry.record_moments, rates, root, silo)[0]
             silo = self._own(silo, on_silo, carry.silo_moments, rates, root)[0]
         silo, moved = reanchored_silo(silo, self.steps.loc(after) - loc, self.n_silo)
