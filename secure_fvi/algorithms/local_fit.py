@@ -259,8 +259,9 @@ _LEAST = 0.05
 _STRATA, _AHEAD = 16, 4_000_000
 #: Shares of the configured rate at which a fit is tried, one after the other, until one does not run off.
 _RATES = (1.0, 0.1, 0.01)
-#: Newton's steps over which q is seen to have settled, those that are averaged after them, and their length.
-_WINDOW, _ENDING, _SHORT = 6, 12, 0.3
+#: Half of Newton's steps over which q is seen to have settled, and in how many sds of their noise; those that are
+#: averaged after them, and their length.
+_HALF, _SURE, _ENDING, _SHORT = 5, 2.5, 12, 0.3
 #: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
 _SETTLED_AT = 0.6
 #: Share of a first fit over which their rate rises: until q has found its width, gains mean nothing.
@@ -309,15 +310,16 @@ def _definite(covariance: Tensor) -> bool:
 
 
 def settled(states: list[Tensor]) -> bool:
-    """Whether means, sds and the bound, (2 n + 1,) after each of some steps, went no further than these steps' noise
-    takes them, or a twentieth of an sd, or nat."""
-    if len(states) <= _WINDOW:
+    """Whether means, sds and the bound, (2 n + 1,) after each of some steps, are in the second half of these where they
+    were in the first, but for these steps' noise, or a twentieth of an sd, or nat."""
+    if len(states) < 2 * _HALF:
         return False
-    seen = torch.stack(states)
+    seen = torch.stack(states[-2 * _HALF :])
     loc, sd, value = seen.tensor_split([seen.shape[1] // 2, seen.shape[1] - 1], 1)
     way = torch.cat([(loc - loc[-1]) / sd[-1], (sd / sd[-1]).log(), value - value[-1]], 1)
-    noise = way.diff(dim=0).norm(dim=0)
-    return bool((way[0].abs() <= noise.clamp(min=0.05)).all())
+    noise = (way.diff(dim=0).square().mean(0) / _HALF).sqrt()  # of the difference of two means
+    moved = way[:_HALF].mean(0) - way[_HALF:].mean(0)
+    return bool((moved.abs() <= (_SURE * noise).clamp(min=0.05)).all())
 
 
 class SiloFit:
@@ -544,9 +546,9 @@ class SiloFit:
 
         def rates(carry: Carry) -> Tensor | None:
             loc, sd, value = carry.q["loc"], carry.q["factor"].norm(dim=1), carry.average["value"]
-            if len(seen) < steps - count and not settled(seen[-_WINDOW - 1 :]):
+            if len(seen) < steps - count and not settled(seen):
                 seen.append(torch.cat([loc, sd, value]))
-                return loc.new_tensor([[rate, 1.0, 1.0]])
+                return loc.new_tensor([[rate, 1.0 if visits else _FIRST, 1.0]])
             last = next(ending, None)
             return None if last is None else loc.new_tensor([[_SHORT * rate, _SHORT, 1.0 / (last + 1)]])
 
@@ -591,8 +593,8 @@ _LONGEST = 5
 _QUIET = 4.0
 #: Natural gradients of a silo's latents go so many times as far as its learning rate says, which is Adam's.
 _NATURAL = 6.0
-#: By many draws: half the way, at the default, and gains a share of that.
-_NEWTON, _GAINS = 10.0, 0.3
+#: By many draws: half the way, at the default, and gains a share of that; twice that, in the first fit.
+_NEWTON, _GAINS, _FIRST = 10.0, 0.3, 2.0
 
 
 class Carry(NamedTuple):

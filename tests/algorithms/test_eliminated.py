@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.local_fit import Families, _balanced, at_mean, marginal_gradient
+from secure_fvi.algorithms.local_fit import Families, _balanced, _pairs, at_mean, marginal_gradient
 from secure_fvi.algorithms.pvi import PVIProgram
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.families import conditional
@@ -124,7 +124,7 @@ def test_where_it_is_not_sound_latents_are_fitted_as_before() -> None:
 
 def test_draws_of_a_step_have_the_moments_of_the_normal() -> None:
     half = torch.randn(8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    eps = _balanced(half)
+    eps = _pairs(_balanced(half))
     torch.testing.assert_close(eps.mean(0), torch.zeros(5).double())
     torch.testing.assert_close(eps.mT @ eps / len(eps), torch.eye(5).double())
 
