@@ -80,7 +80,8 @@ class LocalFitOptions:
     """A silo's first fit begins at the mean of q plus this share of its standard deviations times draws that all silos
     share (0.1 for networks, whose hidden units are all alike at the prior's mean)."""
     local_steps: Count = 1000
-    """Of the local fit in a round; a silo's first fit takes four times as many."""
+    """Of the local fit in a round, at most; a silo's first fit takes four times as many. Newton's steps, which
+    "natural" takes of up to 128 dimensions, end when q has settled, after some 25."""
     local_optimizer: str = NATURAL
     """"natural" (natural gradients on q, as always on the silo's own latents), a `torch.optim` class, or, without local
     latents, "closed_form" (a likelihood that is Gaussian in Z_G), "fixed_point" and "gradient" (steps in natural
@@ -89,8 +90,8 @@ class LocalFitOptions:
     """Of the `torch.optim` class."""
     learning_rate: Positive | None = None
     """First step of the local fit: share of the natural gradient, or torch's rate in posterior standard deviations,
-    which fall to a twentieth over the round; constant for "fixed_point", whose damping it is, and "gradient". None:
-    0.3, 0.05, 0.5 and 0.1."""
+    which fall to a twentieth over the round, Newton's when q has settled; constant for "fixed_point", whose damping it
+    is, and "gradient". None: 0.3 (of Newton's 1), 0.05, 0.5 and 0.1."""
     scale_rate: Share = 1.0
     """Of "natural", share of the learning rate by which q's scales move. For networks, where a draw of thousands of
     weights says little about the curvature of one: 0.1 or so. Scales that follow its noise come out too small, since
@@ -98,8 +99,8 @@ class LocalFitOptions:
     decay: Share = 1.0
     """Factor of the learning rate of q from fit to fit, so that rounds end with less noise than they began with."""
     local_learning_rate: Positive = 0.05
-    """Of the silo's latents, a sixth of the share of their natural gradient, and Adam's for an encoder or a dense
-    scale."""
+    """Of the silo's latents, a sixth of the share of their natural gradient, beside Newton's steps a tenth, and Adam's
+    for an encoder or a dense scale."""
     theta_learning_rate: Positive = 0.1
     """Of `pyro.param`s, by Adam, a step a round."""
     alpha: Part = 0.0
@@ -207,12 +208,12 @@ class Families:
         """Whether a silo has latents of its own."""
         return bool(self.n_record or self.n_silo)
 
-    @property
-    def first_rate(self) -> float:
-        """Of natural gradients. By default less for a full covariance of many dimensions: a step from one draw has n
-        noisy directions for each that it learns."""
-        given = self.config.learning_rate
-        return self.config.first_rate if given is not None or not self.full else min(0.3, _RATE_BY_SIZE / (self.n + 1))
+    def first_rate(self, newton: bool) -> float:
+        """Of natural gradients. By default all of Newton's step, and of one by a single draw, which has n noisy
+        directions for each that it learns, the less for a full covariance the more dimensions it has."""
+        if self.config.learning_rate is not None or not (newton or self.full):
+            return self.config.first_rate
+        return 1.0 if newton else min(0.3, _RATE_BY_SIZE / (self.n + 1))
 
     @property
     def gradient(self) -> SiloFunction:
@@ -828,8 +829,11 @@ class NaturalSteps:
     parameters; unlike it, it keeps the covariance positive definite (Glasmachers et al. 2010), and it needs no inverse.
     """
 
+    newton = False
+
     def __init__(self, families: Families) -> None:
-        self.move, self.rate, self.scale_rate = families.move, families.first_rate, families.config.scale_rate
+        self.rate, self.scale_rate = families.first_rate(self.newton), families.config.scale_rate
+        self.move = families.move
 
     def init(self, q: Natural, tight: bool) -> Params:
         """Start at q, or, on the first visit, at its mean with a tight scale."""
@@ -880,9 +884,7 @@ class NewtonSteps(NaturalSteps):
     target is not finite at a draw, the last step is taken back and q made narrower.
     """
 
-    def __init__(self, families: Families) -> None:
-        super().__init__(families)
-        self.rate = families.config.learning_rate or 1.0
+    newton = True
 
     def init(self, q: Natural, tight: bool) -> Params:
         state = super().init(q, tight)

@@ -802,7 +802,8 @@ class PVIProgram(Program):
     @property
     def _rate(self) -> float:
         """Of the local fits."""
-        return self.families.first_rate if self.config.local_optimizer == NATURAL else self.config.first_rate
+        natural, newton = self.config.local_optimizer == NATURAL, self.families.newton
+        return self.families.first_rate(newton) if natural else self.config.first_rate
 
     def _damping(self, state: PVIState) -> str:
         return f"{state.damping:.2g}, found by itself" if self.config.damping == "auto" else f"{self.config.damping:g}"
@@ -1038,7 +1039,7 @@ class PVIProgram(Program):
             # A zero in its place would make the total the others', and later totals this silo's.
             raise BoundError(
                 f"silo '{view.silo}': its local fit ran off in round {message.round}; lower learning_rate (now "
-                f"{self.families.first_rate:.2g}), standardise the columns, or use sfvi"
+                f"{self.families.first_rate(self.families.newton):.2g}), standardise the columns, or use sfvi"
             )
         zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
         own = part.own._replace(visits=part.own.visits + 1)

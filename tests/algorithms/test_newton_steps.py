@@ -1,0 +1,109 @@
+"""Newton's steps of PVI's local fits: by many draws of q, as far as they may go, and until they go nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pvi_world import REGRESSION, build, make_regression
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.algorithms import local_fit
+from secure_fvi.algorithms.local_fit import Families, NewtonSteps, SiloFit, _balanced, _pairs, settled
+from secure_fvi.algorithms.natural import Natural
+
+_N = 3
+
+
+def _fit(**options: Any) -> SiloFit:
+    """Of a regression with 3 weights."""
+    world = build(REGRESSION, make_regression((5,))[0], sf.PVI(rounds=1, **options))
+    fit: Any = world.engine.silos["silo-1"].program.fit  # type: ignore[attr-defined]
+    assert isinstance(fit, SiloFit)
+    return fit
+
+
+def _stepped(slope: Callable[[Tensor], Tensor], count: int, q: Natural, tight: bool = True) -> dict[str, Tensor]:
+    """q after so many steps against a target whose gradient is `slope` of draws (S, n)."""
+    fit, rng = _fit(), torch.Generator().manual_seed(0)
+    assert fit.block is not None
+    steps = fit.block.steps
+    assert isinstance(steps, NewtonSteps)
+    state = steps.init(q, tight)
+    for _ in range(count):
+        eps = _pairs(_balanced(torch.randn(16, _N, generator=rng, dtype=torch.float64))).to(state["loc"])
+        z = state["loc"] + eps @ state["factor"].mT
+        state = steps.step(state, eps, slope(z), torch.ones(()).to(z))
+    return state
+
+
+_AT_ZERO = Natural(torch.zeros(_N).double(), torch.eye(_N).double())
+
+
+def test_of_a_normal_target_a_step_is_exact() -> None:
+    """From a q that is near enough for one step: a precision of at most 16 times q's."""
+    root = torch.tensor([[1.0, 0.0, 0.0], [0.4, 1.2, 0.0], [-0.3, 0.3, 1.5]]).double()
+    precision, mean = root @ root.mT, torch.tensor([0.3, -0.2, 0.4]).double()
+    state = _stepped(lambda z: (mean.to(z) - z) @ precision.to(z), 1, _AT_ZERO, tight=False)
+    torch.testing.assert_close(state["loc"].double(), mean, rtol=1e-5, atol=1e-6)
+    covariance = (state["factor"] @ state["factor"].mT).double()
+    torch.testing.assert_close(covariance, torch.linalg.inv(precision), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mean", "sd"), [(1e4, 1.0), (-3e3, 0.01), (0.5, 200.0)])
+def test_however_far_and_narrow_it_takes_some_steps(mean: float, sd: float) -> None:
+    """A first fit on raw scales; steps of half an sd, as one draw takes them, would be 20,000 and more."""
+    state = _stepped(lambda z: (mean - z) / sd**2, 40, _AT_ZERO)
+    assert float((state["loc"] - mean).abs().max()) < 1e-2 * sd
+    assert state["factor"].norm(dim=1).double().tolist() == pytest.approx([sd] * _N, rel=1e-3)
+
+
+def test_where_the_target_is_not_finite_a_step_is_taken_back() -> None:
+    """Past 3 there is nothing: the mean of a target that would draw q there stays below."""
+    state = _stepped(lambda z: torch.where((z > 3).any(1, keepdim=True), torch.nan, 2.5 - z) / 0.04, 40, _AT_ZERO)
+    assert bool((state["loc"] < 3).all())
+    assert float((state["loc"] - 2.5).abs().max()) < 0.5
+
+
+def test_a_way_that_noise_explains_has_settled_and_a_drift_has_not() -> None:
+    """Of 200 of each: a drift of half an sd of the noise a step is seen in most windows, noise alone taken for one in
+    few. Randomness is fixed."""
+    rng, settle = torch.Generator().manual_seed(1), [0, 0]
+    for drift in (0, 1):
+        for _ in range(200):
+            noise = torch.randn(10, 2, generator=rng)
+            loc = noise + drift * torch.arange(10.0)[:, None]
+            rows = torch.cat([loc, torch.ones(10, 2), torch.zeros(10, 1)], 1)
+            settle[drift] += settled(list(rows))
+    assert settle[0] > 180
+    assert settle[1] < 20
+    assert not settled(list(torch.zeros(9, 5)))
+
+
+def test_a_fit_ends_when_it_has_settled_and_not_before() -> None:
+    """By default after some tens of steps; by one draw each it takes all that it may."""
+    taken = []
+
+    def counted(fit: SiloFit, *args: Any) -> Any:
+        taken[-1] += 1
+        return advance(fit, *args)
+
+    advance = SiloFit._advance
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SiloFit, "_advance", counted)
+        for most in (local_fit._NEWTON_TO, 0):
+            patch.setattr(local_fit, "_NEWTON_TO", most)
+            taken.append(0)
+            build(REGRESSION, make_regression((40, 40))[0], sf.PVI(rounds=1, local_steps=100)).round()
+    assert 2 * 22 <= taken[0] < 2 * 60
+    assert taken[1] == 2 * 4 * 100 / 5  # in blocks of five
+
+
+def test_where_newton_is_not_sound_steps_are_by_one_draw() -> None:
+    problem = _fit().problem
+    assert Families(sf.PVI(), problem).newton
+    for options in ({"sampling_rate": 0.5}, {"family": "diagonal"}, {"local_optimizer": "adam"}):
+        assert not Families(sf.PVI(**options), problem).newton  # type: ignore[arg-type]
