@@ -51,8 +51,11 @@ class Status(NamedTuple):
     going: Going | None = None  # while a process of the site runs
 
     def quiet(self, now: datetime.datetime) -> float:
-        """Seconds since the log's newest row; 0 where no job is open."""
-        is_open = any(job.accepted and job.outcome is None for job in self.jobs)
+        """Seconds since the log's newest row; 0 where the job that goes on, or else the newest, is not open: one that
+        was given up for a newer one stays open for good."""
+        jobs = {job.job: job for job in self.jobs if job.accepted}
+        job = jobs.get(self.going.job if self.going else "") or next(reversed(jobs.values()), None)
+        is_open = job is not None and job.outcome is None
         return (now - self.last).total_seconds() if self.last is not None and is_open else 0.0
 
 

@@ -151,6 +151,17 @@ def test_quiet_and_expiry(busy: World) -> None:
     assert any("roster" in line for line in soon.expiring)
 
 
+def test_a_job_that_was_given_up_for_a_newer_one_is_no_ill_health(busy: World) -> None:
+    """But the newest one is, and one that a process goes on with."""
+    found = Reader(busy.homes["north"]).read(NOW)
+    later, (done, left) = NOW + DAY, [j for j in found.jobs if j.accepted]
+    assert (done.outcome, left.outcome) == ("finished", None)
+    assert found._replace(jobs=(done, left)).quiet(later) > 3600
+    assert found._replace(jobs=(left, done)).quiet(later) == 0
+    going = Going(left.job, "", "", 1, 2, (), "", os.getpid())
+    assert found._replace(jobs=(left, done), going=going).quiet(later) > 3600
+
+
 def test_bad_input(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
     home = str(busy.homes["north"].path)
     for address in ("9464", "127.0.0.1:", "127.0.0.1:99999"):
