@@ -21,6 +21,7 @@ from secure_fvi.deployment.going import Going, Unfit, read_going, seconds_since
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import expiring
 from secure_fvi.deployment.names import now as clock
+from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.trail import TRAIL, JobRecord, TrailChain
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
@@ -79,6 +80,8 @@ class Reader:
 
         roster = tried(lambda: self.home.roster_by_public_keys(now).serial, None)
         tried(self._follow, None)
+        if self.home.policy_file.exists():  # a server has none
+            tried(lambda: read_policy(self.home.policy_file), None)
         budgets = tried(self._budgets, ())
         soon = tried(lambda: tuple(line for needed, line in expiring(self.home, now, _SOON, keys=False) if needed), ())
         last = datetime.datetime.fromtimestamp(self._chain.time / 1e6, now.tzinfo) if self._chain.length else None
