@@ -37,6 +37,8 @@ class ChainFile:
         uri = f"{self.path.resolve().as_uri()}?mode=rw"
         with self.errors():
             self._connection = sqlite3.connect(uri, timeout=_BUSY_SECONDS, isolation_level=None, uri=True)
+            # A cell that somebody made text is named with its row, by who checks the chain.
+            self._connection.text_factory = lambda text: text.decode(errors="replace")
             if read_only:
                 self._connection.execute("PRAGMA query_only = ON")
             else:

@@ -194,6 +194,7 @@ def _facts(job: Job) -> dict[str, Any]:
         "rng": job.description.get("rng"),
         "sampled": any(isinstance(s, PoissonSampled) and s.rate < 1 for s in singles),
         "floating": any(_is_gaussian(s) for s in singles),
+        "clipped": "clipping_norm" in job.description,
         "colluders": job.description.get("colluders"),
         "dropouts": job.description.get("dropouts"),
         "exact_jobs": job.description.get("exact_jobs"),
@@ -323,6 +324,11 @@ def not_covered(unit: str, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
         )
     if unit == "record":
         found.append("Groups. For a family of k records the epsilon is k times as large, and the delta grows further.")
+    if any(job["clipped"] for job in jobs):
+        found.append(
+            "Equal service. Gradients are cut at the clipping norm, those of unusual records most, so that the answer "
+            "may be further off for a small group than for others. Nothing that is released says by how much."
+        )
     if any(job["sampled"] for job in jobs):
         found.append(
             "Anyone who can see who took part in a round. The epsilon counts on batches that are drawn in secret; "

@@ -33,6 +33,7 @@ def report_html(report: Report) -> str:
     """The page; names from the ledger are escaped."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["audited"] = audited
+    environment.filters["declared"] = declared
     environment.filters["number"] = lambda value: f"{value:.4g}"
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
@@ -90,11 +91,12 @@ def report_text(report: Report) -> str:
     budget = report.budget
     share = report.epsilon / budget["epsilon"]
     lines = [
-        f"Privacy budget of data set '{report.data_set}', silo '{report.silo}'",
+        f"Privacy budget of data set '{report.data_set}', silo '{report.silo}', as of {report.made}",
         "",
         f"  spent      epsilon {report.epsilon:.4g} of {budget['epsilon']:.4g} ({share:.0%}), delta {report.delta:.2g}",
         f"  remaining  epsilon {report.remaining:.4g}, as one more release with Gaussian noise",
         f"  protects   {'a record' if report.unit == 'record' else 'a whole silo'}",
+        *(f"  budget set {b['set']}: epsilon {b['epsilon']:.4g}, delta {b['delta']:.2g}" for b in budget["history"]),
         f"  jobs       {len(report.jobs)}",
         f"  accountant {report.accountant}, {report.accountant_version}",
         f"  ledger     {report.ledger_length} rows, head {report.ledger_head}",
@@ -127,8 +129,30 @@ def _table(jobs: list[JobReport]) -> list[str]:
             f"{j.job:{width}}  {j.opened[:19]:20}  {j.epsilon:9.4g}  {j.accountant:4}  {j.epsilon_so_far:9.4g}  "
             + "; ".join(about)
         )
-        lines.append(f"{'':{width}}  random numbers: {j.rng or 'source not declared'}")
+        lines += _wrapped(declared(j), "    ", "    ")
     return [*lines, ""]
+
+
+#: What a job's row in the ledger may declare, in the order of the report.
+_DECLARED = {
+    "clipping_norm": "clipping norm",
+    "clipping": "clipping",
+    "noise_multiplier": "noise multiplier",
+    "sampling_rate": "sampling rate",
+    "silos_counted_on": "silos whose noise is counted on",
+    "colluders": "colluders",
+    "dropouts": "dropouts",
+}
+
+
+def declared(job: JobReport) -> str:
+    """What `job` said of itself when it was let in, and how it ended."""
+    about = [job.algorithm or "algorithm not declared", job.outcome or "open", f"its own delta {job.delta:.2g}"]
+    for key, words in _DECLARED.items():
+        value = job.description.get(key)
+        if value is not None:
+            about.append(f"{words} {value:.4g}" if isinstance(value, float) else f"{words} {value}")
+    return "; ".join([*about, f"random numbers: {job.rng or 'source not declared'}"])
 
 
 def audited(job: JobReport) -> str:

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 _BAD_USAGE = 2
 _INTERRUPTED = 130
+#: By command: how one that was interrupted goes on. Of all others nothing is left.
+_GOES_ON = {"run": "; continue with --resume"} | dict.fromkeys(
+    ("flare", "holder", "reproduce", "server", "silo"), "; the same command goes on"
+)
 #: By library: the extra that brings it.
 _EXTRAS = {
     "formulaic": "formula",
@@ -122,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except SecureFVIError as error:
         _fail(str(error), error.exit_code, debug)
     except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted; continue with --resume", _INTERRUPTED, debug)
+        _fail("interrupted" + _GOES_ON.get(arguments[0] if arguments else "", ""), _INTERRUPTED, debug)
     except Exception as error:
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if missing in _EXTRAS:

@@ -239,6 +239,8 @@ def _placement(asked: Asked, dimension: int) -> dict[str, Any]:
     for name, value in (("silos", asked.silos), ("dropouts", asked.dropouts), ("colluders", asked.colluders)):
         if value is not None and value < (1 if name == "silos" else 0):
             raise InputError(f"--{name} must be at least {1 if name == 'silos' else 0}, not {value}")
+    if asked.rounds is not None and asked.rounds < 1:
+        raise InputError(f"--rounds must be at least 1, not {asked.rounds}")
     if dimension < 1:
         raise InputError(f"--dimension must be at least 1, not {dimension}")
     placed = {} if asked.noise is None else {"noise": asked.noise, "silos": asked.silos}

@@ -67,7 +67,7 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
         if all(re.fullmatch(NUMBER, name) for name in found.types):
             raise DataError("all names of columns are numbers: is its first line a record? Put one with names above it")
         drafted = {name: _draft(found, name, f"c{i}") for i, name in enumerate(found.types)}
-    text = Dictionary(drafted).to_toml(blank=("unit",))
+    text = Dictionary(drafted).to_toml(blank=("unit",)).rstrip("\n") + "\n"
     click.echo(
         "levels and ranges are this table's own, rare ones among them: whoever gets the draft learns them. Put "
         "what the protocol says in their place, fill in units, and delete columns that no job needs",
@@ -85,8 +85,10 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
         raise InputError(f"cannot write '{output}': {error.strerror}") from None
     guessed = [name for name, column in drafted.items() if column.review]
     look = f"look at {', '.join(guessed)} and delete their lines 'review', then" if guessed else "try it:"
-    names = f"{shlex.quote(str(table))} --dictionary {shlex.quote(str(output))}"
-    click.echo(f"{output}: {len(drafted)} columns; {look} secure-fvi data check {names}")
+    words = ["secure-fvi", "data", "check", str(table), "--dictionary", str(output)]
+    words += ["--query", query] if query else []
+    words += [word for other in tables for word in ("--table", other)]
+    click.echo(f"{output}: {len(drafted)} columns; {look} {shlex.join(words)}")
 
 
 @data.command()

@@ -55,7 +55,7 @@ def fit(
     table: dict[str, Any] = {"model": {**model, "options": said}, "silo": silos}
     for text in overrides:
         override(table, text)
-    config = parse(table, "secure-fvi fit")
+    config = parse(table, "fit")
     _check_cohort(len(files), config.aggregation)
     _check_response(config.model)
 

@@ -372,7 +372,7 @@ def _offer_data(
     name, by_formula = data_set_of(job), job.model.formula is not None
     if any(d["id"] == name for d in rules.get("data", [])):
         if table is not None:
-            raise InputError(f"the policy has a data set '{name}' already; edit it there")
+            raise InputError(f"the policy has a data set '{name}' already: leave --data out, or edit it there")
         return None
     if (by_formula or job.vertical) and table is None:
         raise InputError(f"the policy has no data set '{name}' yet; name this site's table: --data FILE")

@@ -175,6 +175,8 @@ class Home:
                 found = load_key(path, self.passphrase)
                 if found.public_key == named:
                     return found
+        if not (self.path / "identity.pem").exists():
+            raise ProtocolError(f"'{self.path}' has no identity.pem: bring it back from a backup, or join anew")
         raise ProtocolError(f"the roster names another identity for '{self.id}' than the one in '{self.path}'")
 
     def records_identity(self, public_key: bytes) -> Identity:

@@ -372,7 +372,7 @@ def _disclosures(found: Disclosure, options: Sequence[Any], policy: SitePolicy) 
         if name in policy.disclosures:
             continue
         causes = [
-            f"{option} = {getattr(o, option)!r}"
+            f"{option} = {getattr(o, option)!r}" if getattr(o, option) is not None else f"{option}, left out"
             for option in _FOLLOWS_FROM[name].split()
             for o in options
             if o is not None and hasattr(o, option)

@@ -21,6 +21,7 @@ from secure_fvi.deployment.going import Going, Unfit, read_going, seconds_since
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import expiring
 from secure_fvi.deployment.names import now as clock
+from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.trail import TRAIL, JobRecord, TrailChain
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
@@ -51,8 +52,11 @@ class Status(NamedTuple):
     going: Going | None = None  # while a process of the site runs
 
     def quiet(self, now: datetime.datetime) -> float:
-        """Seconds since the log's newest row; 0 where no job is open."""
-        is_open = any(job.accepted and job.outcome is None for job in self.jobs)
+        """Seconds since the log's newest row; 0 where the job that goes on, or else the newest, is not open: one that
+        was given up for a newer one stays open for good."""
+        jobs = {job.job: job for job in self.jobs if job.accepted}
+        job = jobs.get(self.going.job if self.going else "") or next(reversed(jobs.values()), None)
+        is_open = job is not None and job.outcome is None
         return (now - self.last).total_seconds() if self.last is not None and is_open else 0.0
 
 
@@ -76,6 +80,8 @@ class Reader:
 
         roster = tried(lambda: self.home.roster_by_public_keys(now).serial, None)
         tried(self._follow, None)
+        if self.home.policy_file.exists():  # a server has none
+            tried(lambda: read_policy(self.home.policy_file), None)
         budgets = tried(self._budgets, ())
         soon = tried(lambda: tuple(line for needed, line in expiring(self.home, now, _SOON, keys=False) if needed), ())
         last = datetime.datetime.fromtimestamp(self._chain.time / 1e6, now.tzinfo) if self._chain.length else None

@@ -34,9 +34,10 @@ from secure_fvi.engines.stream_messages import (
     Welcome,
     parts,
     reason,
+    split_address,
 )
 from secure_fvi.engines.stream_server import RECHECK
-from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SessionLost
+from secure_fvi.errors import BudgetError, DataError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed
 
@@ -222,14 +223,6 @@ def answered(handle: Handler, job: str, message: bytes) -> tuple[int, bytes]:
         # Whatever else goes wrong may follow from data, and its kind tell of them: it stays at the site.
         _log.exception("a message could not be answered")
         return REFUSAL, reason(_AS_DATA)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port". Raises InputError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) >= 1 << 16:
-        raise InputError(f"'{address}' must look like hub.example.org:8443")
-    return host.strip("[]"), int(port)
 
 
 def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from secure_fvi import wire
 from secure_fvi.aggregation.messages import MAX_MESSAGE_BYTES, PROTOCOL, PROTOCOL_LIST, Codec
-from secure_fvi.errors import ProtocolError
+from secure_fvi.errors import InputError, ProtocolError
 
 #: The one method of the service, bytes both ways.
 SERVICE, METHOD = "secure_fvi.Stream", "Exchange"
@@ -134,3 +134,11 @@ class Assembler:
         message = part.body if part.pieces == 1 else b"".join(self._bodies)
         self._head, self._bodies = None, []
         return Whole(part.exchange, part.status, message)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises InputError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise InputError(f"'{address}' must look like hub.example.org:8443")
+    return host.strip("[]"), int(port)

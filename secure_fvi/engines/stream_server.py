@@ -30,6 +30,7 @@ from secure_fvi.engines.stream_messages import (
     Welcome,
     Whole,
     parts,
+    split_address,
 )
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.key_files import TlsFiles
@@ -91,6 +92,7 @@ class StreamServer(Remote):
         whose certificate (PEM) it is given, or ProtocolError with the reason. `roster`: the hash (32 bytes) that a silo
         has to name. Raises InputError where the address cannot be had.
         """
+        split_address(listen)  # gRPC takes port 443 where there is none, and one above 65535 modulo 65536
         super().__init__(line)
         self._admit, self._roster = admit, roster
         self._changed = threading.Condition()

@@ -175,7 +175,7 @@ def test_plan_for_silos_has_no_sampling(cli: CommandLine) -> None:
         (("--epsilon", "0", "--sampling-rate", "0.1", "--rounds", "1"), "epsilon must be"),
         (("--epsilon", "nan", "--sampling-rate", "0.1", "--rounds", "1"), "epsilon must be"),
         (("--epsilon", "1", "--sampling-rate", "1.7", "--rounds", "1"), "sampling rate must lie in (0, 1]"),
-        (("--epsilon", "1", "--sampling-rate", "0.1", "--rounds", "0"), "whole number of at least 1"),
+        (("--epsilon", "1", "--sampling-rate", "0.1", "--rounds", "0"), "--rounds must be at least 1, not 0"),
         (("--sampling-rate", "0.1", "--rounds", "1", "--noise-multiplier", "-1"), "noise_multiplier must be"),
         (("--epsilon", "1", "--sampling-rate", "0.1", "--rounds", "1", "--delta", "1"), "delta must lie"),
         (("--epsilon", "1", "--rounds", "1"), "are left out"),

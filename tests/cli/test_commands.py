@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
 
+import click
 import pytest
 from command_line import CommandLine
 
@@ -32,6 +33,24 @@ def test_without_the_lab_one_line_says_what_to_install(
     assert f"'{command}' is a command of secure-fvi-lab, which is not installed: pip install ./lab" in err
     assert f"\n  {command} " not in cli("--help").out
     assert "No such command 'benchmark'" in cli("benchmark").err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("run", "x.toml", "--out", "x"), "interrupted; continue with --resume"),
+        (("server", "start", "x.toml"), "interrupted; the same command goes on"),
+        (("keys", "roster", "sign"), "interrupted"),
+    ],
+)
+def test_who_is_interrupted_is_told_what_that_command_can_do(
+    command: tuple[str, ...], said: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(**_: object) -> None:
+        raise click.Abort
+
+    monkeypatch.setattr(secure_fvi.cli.cli, "main", interrupted)
+    assert cli(*command) == (130, "", f"secure-fvi: {said}\n")
 
 
 def test_with_the_lab_its_commands_are_listed_and_run(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

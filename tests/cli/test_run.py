@@ -16,8 +16,9 @@ from programs import make_intercepts
 import secure_fvi as sf
 from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.driving import Progress
+from secure_fvi.errors import InputError
 from secure_fvi.progress import RunProgress
-from secure_fvi.runs.config import read
+from secure_fvi.runs.config import parse, read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.report import INTERVAL, MetricsLog, read_metrics
 from secure_fvi.runs.running import execute
@@ -78,6 +79,19 @@ def interrupt(cli: CommandLine, after: int) -> None:
     config = read(cli.config, ["run.checkpoint_seconds=1e-9"])
     with pytest.raises(KeyboardInterrupt):
         execute(config, RunDirectory(cli.folder / "out"), on_round=stop)
+
+
+@pytest.mark.parametrize(
+    ("provenance", "said"), [({}, "the data are not those"), ({"roster": "ab"}, "the installed secure_fvi")]
+)
+def test_what_is_not_as_it_began_is_named(tmp_path: Path, provenance: dict[str, str], said: str) -> None:
+    """A server has no records: what it began with is the model, by its hash."""
+    table = {"model": {"program": "six_cities"}, "silo": [{"id": name, "data": "at-site"} for name in "abc"]}
+    run = RunDirectory(tmp_path / "run")
+    run.begin(parse(table, "job"), "one", provenance)
+    run.check_data("one")
+    with pytest.raises(InputError, match=said):
+        run.check_data("another")
 
 
 def test_an_interrupted_run_is_continued_to_the_same_posterior(cli: CommandLine) -> None:

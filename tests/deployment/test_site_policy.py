@@ -429,7 +429,7 @@ def test_sums_after_the_rounds_count_and_have_to_be_listed(site: Site) -> None:
 
     offer, allowed = job(max_rounds=10)
     listed = {"disclosures": ["final_likelihood"]}
-    site.refused(offer, "'final_likelihood' by rounds = None", **allowed, max_rounds=17)
+    site.refused(offer, "'final_likelihood' by rounds, left out", **allowed, max_rounds=17)
     site.refused(offer, "it may run 10 rounds and 7 sums besides (at most 16)", **allowed, **listed, max_rounds=16)
     check(offer, site.policy(**allowed, **listed, max_rounds=17))
     offer, allowed = job(rounds=10)

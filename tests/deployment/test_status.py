@@ -29,7 +29,7 @@ from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.status import Monitor, Reader, SiteCollector
 from secure_fvi.deployment.trail import Exchange, JobEntry
 from secure_fvi.driving import Progress
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, ProtocolError
 
 text_of = importlib.import_module("secure_fvi.cli.status")._text  # the name in its package is the command's
 
@@ -149,6 +149,31 @@ def test_quiet_and_expiry(busy: World) -> None:
     soon = Reader(busy.homes["north"]).read(NOW + 340 * DAY)
     assert soon.quiet(NOW + 340 * DAY) > 300 * 86400
     assert any("roster" in line for line in soon.expiring)
+
+
+def test_a_policy_that_cannot_be_read_is_ill_health_before_a_job_finds_it(busy: World) -> None:
+    home = busy.homes["north"]
+    assert not Reader(home).read(NOW).problems
+    home.policy_file.write_text(home.policy_file.read_text().replace("min_cohort", "min_cohrt"))
+    assert "unknown key 'min_cohrt'; did you mean 'min_cohort'?" in Reader(home).read(NOW).problems[0]
+
+
+def test_an_identity_that_is_gone_is_not_called_another(busy: World) -> None:
+    home = busy.homes["north"]
+    (home.path / "identity.pem").rename(home.path / "away.pem")
+    with pytest.raises(ProtocolError, match=r"has no identity\.pem"):
+        home.identity_in(home.roster_by_public_keys(NOW))
+
+
+def test_a_job_that_was_given_up_for_a_newer_one_is_no_ill_health(busy: World) -> None:
+    """But the newest one is, and one that a process goes on with."""
+    found = Reader(busy.homes["north"]).read(NOW)
+    later, (done, left) = NOW + DAY, [j for j in found.jobs if j.accepted]
+    assert (done.outcome, left.outcome) == ("finished", None)
+    assert found._replace(jobs=(done, left)).quiet(later) > 3600
+    assert found._replace(jobs=(left, done)).quiet(later) == 0
+    going = Going(left.job, "", "", 1, 2, (), "", os.getpid())
+    assert found._replace(jobs=(left, done), going=going).quiet(later) > 3600
 
 
 def test_bad_input(busy: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -430,6 +430,14 @@ def test_an_address_that_is_taken_is_named(world: World) -> None:
         StreamServer(line, f"127.0.0.1:{server.port}", tls, lambda certificate: "", roster)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", ":8443", "127.0.0.1:65536", "127.0.0.1:84430"])
+def test_an_address_is_a_host_and_a_port_that_there_is(world: World, address: str) -> None:
+    """gRPC, asked itself, listens at port 443, or at the number modulo 65536."""
+    tls, roster = tls_of(world.homes["hub"]), world.homes["hub"].roster(NOW).hash
+    with pytest.raises(InputError, match=r"must look like hub\.example\.org:8443"):
+        StreamServer(Line(SILOS, "job", world.homes["hub"]), address, tls, lambda certificate: "", roster)
+
+
 def test_the_highest_common_protocol_is_chosen_and_a_refusal_names_both(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

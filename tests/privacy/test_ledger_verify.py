@@ -81,6 +81,10 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda d: rewrite(d, 2, change_body(epsilon=9.0), rehash=True),
         "row 2: its signature is not by this silo's key",
     ),
+    "a body that SQLite keeps as text": (
+        lambda d: tamper(d, "UPDATE rows SET body = CAST(x'ff01' AS TEXT) WHERE seq = 3"),
+        "row 3: its content is not what was hashed",
+    ),
     "another time": (lambda d: tamper(d, "UPDATE rows SET time = time + 1 WHERE seq = 4"), "row 4: its content is not"),
     "another kind": (lambda d: tamper(d, "UPDATE rows SET kind = 'note' WHERE seq = 4"), "row 4: its content is not"),
     "content of another type": (

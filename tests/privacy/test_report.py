@@ -179,6 +179,39 @@ def test_text(report: Report) -> None:
     assert max(map(len, text.splitlines())) <= 130
 
 
+def test_what_a_job_declared_is_in_words_and_on_the_page_alike(tmp_path: Path) -> None:
+    ledger = Ledger.open(tmp_path / "l", "s", create=True)
+    ledger.set_budget(Budget("adults", 3.0, 1e-6))
+    about = {
+        "algorithm": "sfvi",
+        "clipping_norm": 2.25,
+        "noise_multiplier": 2.15036,
+        "sampling_rate": 0.02,
+        "colluders": 1,
+    }
+    ledger.open_job(Job("j", "adults", "record", 1e-5, (Term("gradient", SAMPLED, 30),), about)).close("finished")
+    ledger.close()
+    report = read_report(tmp_path / "l")
+    text, page = " ".join(report_text(report).split()), report_html(report)
+    for words in (
+        "sfvi; finished; its own delta 1e-05; clipping norm 2.25; noise multiplier 2.15; sampling rate 0.02; colluders",
+        "Equal service. Gradients are cut at the clipping norm",
+        report.budget["history"][0]["set"],
+    ):
+        assert words in text
+        assert words in page
+    assert f"as of {report.made}" in text
+    assert "Equal service" not in " ".join(read_report(_unclipped(tmp_path / "u")).not_covered)
+
+
+def _unclipped(path: Path) -> Path:
+    ledger = Ledger.open(path, "s", create=True)
+    ledger.set_budget(Budget("adults", 3.0, 1e-6))
+    ledger.open_job(_job("j", SAMPLED, 30))
+    ledger.close()
+    return path
+
+
 def test_the_page_is_self_contained_and_escaped(report: Report) -> None:
     page = report_html(report)
     assert "<b>second</b>" not in page
