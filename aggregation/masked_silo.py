@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import os
@@ -137,7 +138,7 @@ class MaskedSilo:
 
     def handle(self, message: bytes) -> bytes:
         """Answer one message of the server. The same message gets the same answer."""
-        request = unpack_any(message, self._roster.limit)
+        request = _read(message, self._roster.limit)
         handler = self._handlers.get(type(request))
         if handler is None:
             where = " where a total is of all or there is none" if self.whole else ""
@@ -426,6 +427,10 @@ class MaskedSilo:
             return Shares(index, shares, b"", [])
         # Signed by T silos, these survivors are the only ones: what t holders would open anyhow may be said at once.
         return Shares(index, shares, batch.self_seed(index), batch.seeds_with(index, there))
+
+
+#: What all silos of one process are sent, keys and nonces of them all, is read once, and is one object. It is public.
+_read = functools.lru_cache(maxsize=1)(unpack_any)
 
 
 def _question_slot(question: bytes) -> str:

@@ -6,6 +6,7 @@ that index. Both are shared among its holders. Of one index and owner at most on
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import os
@@ -327,7 +328,7 @@ class Setup:
         for place, nonce, commitment in rows:
             if not hmac.compare_digest(nonce_commitment(self.roster, self.attempt, place, nonce), commitment):
                 raise ProtocolError(f"the nonce of silo '{self.roster.ids[place]}' is not what it committed to")
-        self._fix(graph_order(self._hash, self._members, message.nonces))
+        self._fix(_order(self._hash, self._members, tuple(message.nonces)))
         self._nonces = message
 
     def _fix(self, order: tuple[int, ...]) -> None:
@@ -335,7 +336,7 @@ class Setup:
         if self.session is not None:
             return
         assert self._key_set is not None
-        session = Session(self.roster, self._hash, self._members, order)
+        session = _session(self.roster, self._hash, self._members, order)
         keys = dict(zip(self._members, self._key_set.public_keys, strict=True))
         for place in session.neighbours(self.me):
             try:
@@ -344,3 +345,7 @@ class Setup:
                 raise ProtocolError(f"the key of silo '{self.roster.ids[place]}' is unusable") from None
             self.pair_secrets[place] = secret
         self.session = session
+
+
+#: Public, and the same at all silos of one process.
+_order, _session = functools.lru_cache(maxsize=1)(graph_order), functools.lru_cache(maxsize=1)(Session)

@@ -19,7 +19,6 @@ The folder belongs to one user; group and others may not write to it.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import fcntl
 import os
@@ -265,7 +264,7 @@ class Home:
         if not serial:
             raise InputError(f"no roster is in force in '{self.path}'; put one in force with `keys roster verify`")
         found = self.check_roster(self.roster_file(serial), now)
-        if max(seen[-1] for seen in files) + _TICK < time.time_ns():
+        if max(stamp[-1] for _, stamp in files if stamp is not None) + _TICK < time.time_ns():
             self._checked = files, found, self.identity_in(found)
         return found
 
@@ -282,17 +281,18 @@ class Home:
         return roster
 
     def _files(self) -> _Files:
-        """Which files `roster` was read from: a replaced, added or altered one shows."""
+        """Which files `roster` is read from, as they lie there: a replaced or altered one shows by itself, an added one
+        by its folder, so that those seen before are all that has to be looked at."""
+        if self._checked is not None:
+            seen = self._checked[0]
+            if all(_stamp(path) == stamp for path, stamp in seen):
+                return seen
         own = ("accepted.json", *(f"{f}{n}" for f in ("", "next/") for n in ("identity.pem", "tls.key", "tls.crt")))
-        paths = [self.path / name for name in own]
-        for folder in sorted((self.path / "rosters").glob("*")):
+        rosters = self.path / "rosters"
+        paths = [*(self.path / name for name in own), rosters]
+        for folder in sorted(rosters.glob("*")):
             paths += [folder, *(sorted(folder.iterdir()) if folder.is_dir() else ())]
-        found = []
-        for path in paths:
-            with contextlib.suppress(FileNotFoundError):
-                seen = path.stat()
-                found.append((str(path), seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns))
-        return tuple(found)
+        return tuple((path, _stamp(path)) for path in paths)
 
     def check_roster(self, path: Path, now: datetime.datetime) -> ConsortiumRoster:
         """The roster in `path`, checked in the same ways."""
@@ -353,10 +353,19 @@ class Home:
         )
 
 
-#: Path, inode, size, and when it was written and changed, nanoseconds.
-_Files = tuple[tuple[str, int, int, int, int], ...]
+#: Inode, size, and when it was written and changed, nanoseconds; None where there is no such file.
+_Stamp = tuple[int, int, int, int] | None
+_Files = tuple[tuple[Path, _Stamp], ...]
 #: Two changes of one file within so many nanoseconds may bear the same time.
 _TICK = 100_000_000
+
+
+def _stamp(path: Path) -> _Stamp:
+    try:
+        seen = path.stat()
+    except FileNotFoundError:
+        return None
+    return seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
 
 def make_tls(

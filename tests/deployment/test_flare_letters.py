@@ -217,6 +217,41 @@ def test_letters_rest_on_a_roster_that_was_checked_once(world: World, monkeypatc
         letters(1)
 
 
+def test_every_change_of_what_a_roster_was_read_from_is_seen(world: World) -> None:
+    """Of the files seen before alone: what is altered in place shows by itself, whatever time it is given, what is
+    added by the folder that it is in, what was not there by being there. The control looks at no folder."""
+    home = world.homes["east"]
+    time.sleep(0.2)
+    roster = home.roster(NOW)
+    file, signatures_ = home.roster_file(1), home.roster_file(1).with_suffix(".sig")
+
+    def altered() -> None:
+        seen = file.stat()
+        file.write_bytes(file.read_bytes().swapcase())
+        os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+
+    def begun() -> None:
+        (home.path / "next").mkdir()
+        (home.path / "next" / "identity.pem").touch()
+
+    changes: list[tuple[Callable[[], object], bool]] = [
+        (begun, True),
+        (altered, True),
+        ((home.path / "accepted.json").touch, True),
+        ((home.path / "rosters" / "9.toml").touch, False),
+        ((signatures_ / "zoe.sig").touch, False),
+        (next(signatures_.glob("north*")).unlink, True),
+    ]
+    for change, alone in changes:
+        home._checked = None
+        files = home._files()
+        without = tuple(seen for seen in files if not seen[0].is_dir())
+        change()
+        for looked_at, shows in ((files, True), (without, alone)):
+            home._checked = looked_at, roster, home.identity()
+            assert (home._files() != looked_at) == shows
+
+
 @pytest.mark.parametrize("control", [False, True])
 def test_what_another_job_of_flare_left_ends_nothing(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: bool
