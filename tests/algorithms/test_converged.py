@@ -339,9 +339,9 @@ def test_advice_follows_from_what_ended_the_run() -> None:
 @pytest.mark.parametrize(
     ("make", "algorithm", "must"),
     [
-        (lambda: GROUPS, sf.PVI(local_steps=200), True),
+        pytest.param(lambda: GROUPS, sf.PVI(local_steps=200), True, marks=pytest.mark.slow),
         pytest.param(_collinear, sf.PVI(local_steps=200, max_rounds=30), False, marks=pytest.mark.slow),
-        (_cut_by_value, sf.PVI(local_steps=150, max_rounds=12), False),
+        pytest.param(_cut_by_value, sf.PVI(local_steps=150, max_rounds=12), False, marks=pytest.mark.slow),
         (_apart, sf.PVI(local_steps=200), True),
     ],
 )

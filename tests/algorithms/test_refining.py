@@ -238,7 +238,7 @@ def _funnel(y: Tensor) -> None:
         pytest.param(_corners, [0.25] * 4, _normal(1.0, 1.0), id="a mode where nobody looked"),
         pytest.param(_cauchy, [0.1, 0.2, 0.3], _normal(2.0), id="a mean that does not exist"),
         pytest.param(_funnel, [0.1, 0.2, 0.3], _normal(*[1.0] * 10), id="a funnel"),
-        pytest.param(_funnel, [0.1, 0.2, 0.3], _normal(3.0, *[2.0] * 9), id="a funnel, wide"),
+        pytest.param(_funnel, [0.1, 0.2, 0.3], _normal(3.0, *[2.0] * 9), id="a funnel, wide", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_is_never_called_converged(
@@ -300,8 +300,12 @@ _PAIRS = torch.cat(
     ("program", "y", "q", "parts"),
     [
         pytest.param(_two_signs, _SIGNS, _normal(0.12, mean=2.0), 2, id="signs"),
-        pytest.param(_mixture, _THREE, _ordered([-4.0, 0.0, 4.0], [0.2] * 3), 6, id="components"),
-        pytest.param(_wide_pairs, _PAIRS, _ordered([-1.5, 2.5] * 5, [0.3] * 10), 2, id="no scouts"),
+        pytest.param(
+            _mixture, _THREE, _ordered([-4.0, 0.0, 4.0], [0.2] * 3), 6, id="components", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            _wide_pairs, _PAIRS, _ordered([-1.5, 2.5] * 5, [0.3] * 10), 2, id="no scouts", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_modes_that_were_found_are_all_in_the_result(
@@ -390,17 +394,18 @@ _C = [3.0] * 5, [1.0] * 5
     [
         pytest.param(
             _seen_with(_after_sixteen, 0.5), 9.0 * torch.ones(24, 1), [3.0] * 17, [1.0] * 16 + [0.017], 2,
-            id="a sign after sixteen",
+            id="a sign after sixteen", marks=pytest.mark.slow,
         ),
         pytest.param(
             _seen_with(_two_at_once, 0.5), 4.0 * torch.ones(12, 3), [2.0, 2.0], [0.033, 0.033], 2, id="two signs"
         ),
         pytest.param(
-            _seen_with(_season, 0.5), (_MONTHS - 0.8).cos().expand(12, 12), [1.0, 0.52], [0.06, 0.04], 2, id="a turn"
+            _seen_with(_season, 0.5), (_MONTHS - 0.8).cos().expand(12, 12), [1.0, 0.52], [0.06, 0.04], 2, id="a turn",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             _by_name, torch.cat([_groups(-2.0, sd=0.5, each=12), _groups(2.0, sd=0.5, each=24)]), [-2.0, 2.0, -0.62],
-            [0.15, 0.1, 0.33], 2, id="names",
+            [0.15, 0.1, 0.33], 2, id="names", marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
@@ -427,6 +432,7 @@ def test_modes_of_which_two_sites_change_are_found(
     assert off(control) > 5
 
 
+@pytest.mark.slow  # components that are numbers do above
 def test_components_that_are_rows_change_places_with_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three have six modes. The control: without mirrors one is the result, and its shares are 20, 30 and
     50%."""
