@@ -21,9 +21,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The final q is weighed and refined once, and its slope told, by an eighth of the draws, and of the points far from
-    it a quarter of those along lines, of latents' other modes at two points and along fewer lines: where a test asks
-    nothing of it."""
+    """The final q is weighed and refined once, and its slope told, by an eighth of the draws, and of the points far
+    from it a quarter of those along lines, of latents' other modes at two points and along fewer lines: where a test
+    asks nothing of it."""
     monkeypatch.setattr("secure_fvi.algorithms.stationarity.HALF", 16)
     monkeypatch.setattr("secure_fvi.algorithms.weighing.HALF", 32)
     monkeypatch.setattr("secure_fvi.algorithms.weighing._SCOUTS", 64)

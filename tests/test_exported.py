@@ -116,7 +116,7 @@ def test_a_silo_of_a_traced_program_takes_no_servers_half(
 @pytest.mark.parametrize(
     ("make", "algorithm"),
     [
-        (programs.make_intercepts, sf.SFVI(iterations=24)),
+        pytest.param(programs.make_intercepts, sf.SFVI(iterations=24), marks=pytest.mark.slow),
         (programs.make_clinics, sf.SFVI(iterations=24, importance_samples=3)),
         pytest.param(programs.make_rate, sf.SFVIAvg(rounds=2, local_steps=25), marks=pytest.mark.slow),
         pytest.param(programs.make_slopes, sf.PVI(rounds=2, local_steps=25), marks=pytest.mark.slow),

@@ -300,11 +300,12 @@ _PAIRS = torch.cat(
     ("program", "y", "q", "parts"),
     [
         pytest.param(_two_signs, _SIGNS, _normal(0.12, mean=2.0), 2, id="signs"),
-        pytest.param(
-            _mixture, _THREE, _ordered([-4.0, 0.0, 4.0], [0.2] * 3), 6, id="components", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            _wide_pairs, _PAIRS, _ordered([-1.5, 2.5] * 5, [0.3] * 10), 2, id="no scouts", marks=pytest.mark.slow
+        *(
+            pytest.param(*rest, id=name, marks=pytest.mark.slow)
+            for name, *rest in (
+                ("components", _mixture, _THREE, _ordered([-4.0, 0.0, 4.0], [0.2] * 3), 6),
+                ("no scouts", _wide_pairs, _PAIRS, _ordered([-1.5, 2.5] * 5, [0.3] * 10), 2),
+            )
         ),
     ],
 )

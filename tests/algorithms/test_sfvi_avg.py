@@ -186,8 +186,8 @@ def test_the_diagonal_merge_averages_means_and_sds() -> None:
 def test_masked_equals_plain() -> None:
     ends = []
     for aggregation in (sf.Plain(), sf.Masked()):
-        server, engine = _parties(make_slopes(), sf.SFVIAvg(local_steps=30, bures_iterations=2), aggregation)
-        _run_rounds(server, engine, 3)
+        server, engine = _parties(make_slopes(), sf.SFVIAvg(local_steps=8, bures_iterations=2), aggregation)
+        _run_rounds(server, engine, 2)
         ends.append(server.state.algorithm.eta)
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value, rtol=1e-6, atol=1e-6)
@@ -415,6 +415,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 # ---- privacy ----
 
 
+@pytest.mark.slow  # noise and charge: test_every_algorithm.py, test_sfvi_avg_warm.py
 def test_silo_privacy_noises_the_change() -> None:
     """Twelve silos, little noise: the run ends near the posterior, and every merge was charged."""
     problem = make_intercepts()

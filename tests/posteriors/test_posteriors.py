@@ -30,11 +30,11 @@ NOT_YET = {
 #: Entries that end with a refusal, each with its cause: a silo that sent a share of a change that is too large, as it
 #: did once, would let a server single it out.
 REFUSED = {"raw scales": "a prior sd of 1,000 beside a posterior sd of 1e-5: a first change of 1e15 units and more"}
-#: What the first tier fits: one of each kind of likelihood, of latents and of deals that went wrong once, of those whose
-#: fits are short; the others, and the same by default, are of the second.
+#: What the first tier fits, of those whose fits are short: several likelihoods, modes, priors and deals, one that is
+#: refused and one that may end as not converged. The others, and all by default, are of the second.
 QUICKLY = (
     "two modes", "two camps", "probit", "a silo of zeros", "Gamma GLM", "raw scales", "separation",
-    "collinear columns", "banana", "kidscore_momiq",
+    "collinear columns", "banana",
 )  # fmt: skip
 #: A twelfth of the default steps a fit, for seconds; `FULL` is what `sf.PVI()` says.
 QUICK, FULL = sf.PVI(local_steps=80, max_rounds=20), sf.PVI()

@@ -499,10 +499,10 @@ def _with_parts(self: Any, message: Any, local: Any, view: Any, gate: Gate) -> A
 
 
 def test_parts_whose_states_follow_each_release_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control. One record, 30 parts: the sums of later rounds differ by far more than the norm."""
+    """The control. One record, ten parts: the sums of later rounds differ by far more than the norm."""
     monkeypatch.setattr(PVIProgram, "_check", lambda self: None)
     monkeypatch.setattr(PVIProgram, "contribute", _with_parts)
-    algorithm = sf.PVI(rounds=ROUNDS, virtual_clients=30, damping=0.5, local_optimizer="closed_form", family="diagonal")
+    algorithm = sf.PVI(rounds=ROUNDS, virtual_clients=10, damping=0.5, local_optimizer="closed_form", family="diagonal")
     model = sf.FederatedModel(_regression, "row")
     record = {"x": torch.full((1,), 1e-3), "y": torch.full((1,), 1e9)}
 
