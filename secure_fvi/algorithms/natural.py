@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, vmap
+from torch.func import grad, jacfwd, vmap
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import over_draws
@@ -294,10 +294,10 @@ class Prior:
                 "half normal, say), or SFVI"
             )
         z = draws(q, self._eps)
-        log_prob: Callable[[Tensor], Tensor] = lambda z: self.log_prob(z, theta)  # noqa: E731
-        gradient: Tensor = over_draws(grad(log_prob), z).mean(0)
-        curvature: Tensor = over_draws(hessian(log_prob), z).mean(0)
-        return matching(q, gradient, curvature)
+        slope = grad(lambda z: self.log_prob(z, theta))
+        # Both from one run of the program a draw, which is what they cost.
+        curvature, gradient = over_draws(jacfwd(lambda z: (slope(z),) * 2, has_aux=True), z)
+        return matching(q, gradient.mean(0), curvature.mean(0))
 
     def theta_gradient(self, q: Natural, theta: Params) -> Params:
         """E_q of the gradient of log p_theta(Z_G) in theta."""
