@@ -88,7 +88,7 @@ def _integrated(n_record: int, n_silo: int, log_scale: float) -> float:
     return float((found - marginal)[at.eps[:, 0].abs() < 2].std())
 
 
-@pytest.mark.parametrize("log_scale", [-0.5, -2.5])
+@pytest.mark.parametrize("log_scale", [pytest.param(-0.5, marks=pytest.mark.slow), -2.5])
 @pytest.mark.parametrize(
     ("latents", "within", "attack"),
     [
