@@ -150,7 +150,9 @@ def test_private_gradients_are_by_record() -> None:
     assert torch.allclose(mine.posterior["mu"].mean, theirs.posterior["mu"].mean)
 
 
-@pytest.mark.parametrize(("discrete", "continuous", "rows"), PAIRS[:2])
+@pytest.mark.parametrize(
+    ("discrete", "continuous", "rows"), [PAIRS[0], pytest.param(*PAIRS[1], marks=pytest.mark.slow)]
+)
 def test_a_traced_program_sums_too(discrete: Any, continuous: Any, rows: Any) -> None:
     """What a site's fence hands out has the sum in its graph."""
     problem = _problem(discrete, rows)

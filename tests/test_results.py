@@ -26,7 +26,7 @@ from secure_fvi.errors import InputError, SecureFVIWarning
 @pytest.fixture(scope="module")
 def result() -> sf.Result:
     problem = make_rate()
-    return sf.fit(problem.model, problem.silos, sf.SFVI(iterations=400, schedule="cosine"))
+    return sf.fit(problem.model, problem.silos, sf.SFVI(iterations=150, learning_rate=0.1, schedule="cosine"))
 
 
 def test_samples_have_the_posterior_moments(result: sf.Result) -> None:
@@ -182,9 +182,10 @@ def test_the_programs_constants_take_the_runs_type() -> None:
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param(sf.PVI(local_steps=40), marks=pytest.mark.slow), sf.SFVI(max_iterations=120)],
+    [sf.PVI(local_steps=40), sf.SFVI(max_iterations=120)],
     ids=["pvi", "sfvi"],
 )
+@pytest.mark.slow  # by the command line: test_run.py
 def test_a_run_that_has_ended_and_assessed_itself_is_resumed_to_the_same_words(algorithm: Any, tmp_path: Path) -> None:
     """As a string, which is what one types; and what was found of the final q comes back from the checkpoint."""
     problem = make_intercepts()

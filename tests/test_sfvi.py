@@ -35,7 +35,7 @@ from secure_fvi.states import Moved, pack_state, unpack_state
 
 @pytest.mark.parametrize(
     "make",
-    [make_rate, *(pytest.param(m, marks=pytest.mark.slow) for m in (make_intercepts, make_slopes, make_clinics))],
+    [make_intercepts, *(pytest.param(m, marks=pytest.mark.slow) for m in (make_slopes, make_rate, make_clinics))],
 )
 def test_defaults_recover_conjugate_posteriors(make: Callable[[], Conjugate]) -> None:
     """Uneven silos, masked sums, no option set: 0.1 posterior sd in the mean, 10% in the sd, stops by itself."""

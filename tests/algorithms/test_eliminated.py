@@ -60,7 +60,7 @@ def _exact(program: PVIProgram, rows: Mapping[str, Tensor], z: Tensor) -> tuple[
     return float(value.detach()) - in_unit, z.grad
 
 
-@pytest.mark.parametrize("crossed", [False, True])
+@pytest.mark.parametrize("crossed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_of_a_normal_likelihood_nothing_is_approximated(crossed: bool) -> None:
     """Value and slope of log p(y | Z_G), near and far, from wherever the mode is looked for. The slope's mean over all
     signs is exact, and of nested groups each of these is. The control: of crossed ones it is not."""

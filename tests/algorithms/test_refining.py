@@ -105,7 +105,7 @@ def test_a_q_that_is_off_is_put_right(off: float, wide: float) -> None:
     assert refining_server.verdict(of_q, refining_server.start()).said == "q has not settled; raise max_rounds"
 
 
-@pytest.mark.parametrize("n", [12, 25, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (25, 30))])
 def test_many_dimensions_are_right_or_refused(n: int) -> None:
     silos, exact = make_regression((40, 40, 40), n)
     world = _final(REGRESSION, silos, _moved(exact, 0.2, 0.9))
@@ -149,6 +149,7 @@ def _triangle(y: Tensor) -> None:
         pyro.sample("y", dist.MultivariateNormal(torch.zeros(2), scale_tril=root), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")  # a start at 0
 def test_numbers_that_are_constant_hide_none_that_are_not() -> None:
     """A correlation by its Cholesky factor, of whose four numbers two are one and nothing; by a grid."""
@@ -833,7 +834,9 @@ def test_under_privacy_nothing_is_refined() -> None:
 
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("algorithm", [sf.PVI(local_steps=3, max_rounds=2), sf.SFVI(max_iterations=5)])
+@pytest.mark.parametrize(
+    "algorithm", [sf.PVI(local_steps=3, max_rounds=2), pytest.param(sf.SFVI(max_iterations=5), marks=pytest.mark.slow)]
+)
 def test_a_model_that_is_not_refined_says_why(nested: bool, algorithm: Any) -> None:
     """Latents of silos above latents of records, and, for control, beside records without."""
 
@@ -885,8 +888,11 @@ def _is_exact(result: Result) -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [sf.PVI(local_steps=80, max_rounds=6), sf.SFVI(max_iterations=300), sf.SFVIAvg(rounds=4, local_steps=100)],
-    ids=lambda a: a.name,
+    [
+        pytest.param(sf.PVI(local_steps=80, max_rounds=6), id="pvi"),
+        pytest.param(sf.SFVI(max_iterations=300), id="sfvi", marks=pytest.mark.slow),
+        pytest.param(sf.SFVIAvg(rounds=4, local_steps=100), id="sfvi-avg", marks=pytest.mark.slow),
+    ],
 )
 def test_every_algorithm_that_weighs_refines(algorithm: Any) -> None:
     """Under masked sums. None of these runs long enough for q itself to have converged."""

@@ -379,6 +379,7 @@ def test_a_killed_run_ends_where_an_unbroken_one_does(options: dict[str, Any], t
         assert torch.equal(resumed.variational.eta[name], value)
 
 
+@pytest.mark.slow  # of another algorithm: test_sfvi.py
 @pytest.mark.usefixtures("few_draws")
 def test_a_run_that_has_not_settled_says_so() -> None:
     problem = make_intercepts()

@@ -276,7 +276,7 @@ def _mixed(apart: float) -> list[dict[str, Tensor]]:
         pytest.param(_one_sign, _rows(1, 3.0), False, id="one sign"),
         pytest.param(_components(False), _mixed(4.0), True, id="components", marks=pytest.mark.slow),
         pytest.param(_components(True), _mixed(4.0), False, id="components in order", marks=pytest.mark.slow),
-        pytest.param(_far_apart, _mixed(6.0), True, id="two groups of outliers"),
+        pytest.param(_far_apart, _mixed(6.0), True, id="two groups of outliers", marks=pytest.mark.slow),
         pytest.param(_far_apart, _mixed(0.1), False, id="one group", marks=pytest.mark.slow),
         pytest.param(_heavy_tail, _rows(2), False, id="a long tail", marks=pytest.mark.slow),
     ],
@@ -430,7 +430,7 @@ def _angle(y: Tensor) -> None:
         pyro.sample("y", dist.VonMises(mu, k), obs=y)
 
 
-@pytest.mark.parametrize(("centre", "ratio"), [(2.9, 0.2), (0.0, 1.01)])
+@pytest.mark.parametrize(("centre", "ratio"), [(2.9, 0.2), pytest.param(0.0, 1.01, marks=pytest.mark.slow)])
 def test_of_an_angle_the_other_end_is_looked_at(centre: float, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """2% of the mass is beyond the cut, too little for scouts, and so far off that without it the sd is under `ratio`
     of the posterior's. The control: where signs of real sites alone change, and however far off a mode has to be as

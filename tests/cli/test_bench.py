@@ -61,6 +61,7 @@ def test_bench_gpu_compares_before_it_times(cli: CommandLine, monkeypatch: pytes
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_bench_posteriors_measures_an_entry_and_says_what_is_missing(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
