@@ -360,7 +360,7 @@ def test_right_or_not_called_converged(make: Callable[[], Case], algorithm: Any,
         assert result.converged, (wrong_by(case, result), result.convergence)
 
 
-@pytest.mark.usefixtures("few_draws")
+@pytest.mark.slow  # half a minute
 def test_an_average_that_has_settled_is_not_called_the_posterior() -> None:
     """The merges themselves are at rest, which used to be enough, and q is wrong: that is the attack. It is refused, or
     refined to what is right."""

@@ -176,7 +176,7 @@ def _counts(y: Tensor) -> None:
 
 def _exact_counts(y: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and sd of mu and log sigma, on a grid, latents by 201 points of the prior's own scale."""
-    mu, log_sigma = torch.linspace(2.0, 3.4, 71).double(), torch.linspace(-11.0, 1.0, 61).double()
+    mu, log_sigma = torch.linspace(2.0, 3.4, 141).double(), torch.linspace(-11.0, 1.0, 121).double()
     u = torch.linspace(-8, 8, 201).double()
     eta = mu[:, None, None] + log_sigma.exp()[:, None] * u
     each = (dist.Poisson(eta[..., None].exp()).log_prob(y) - 0.5 * u[:, None] ** 2).logsumexp(2)
@@ -187,6 +187,7 @@ def _exact_counts(y: Tensor) -> tuple[Tensor, Tensor]:
     return means, (squares - means**2).sqrt()
 
 
+@pytest.mark.slow  # test_weighing.py has the same control
 def test_latents_are_integrated_out_where_q_never_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sd of records' effects goes down to a hundredth of what q(Z_L | Z_G) is wide. The control: by grids that stay
     where these are, small sds look impossible on all nodes alike, which no comparison of nodes shows."""

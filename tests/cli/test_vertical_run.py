@@ -73,8 +73,8 @@ drop = "- "
 name = "vertical"
 response = "private"
 rho = 0.2
-rounds = 150
-learning_rate = 0.1
+rounds = 400
+learning_rate = 0.05
 
 [algorithm.auxiliary]
 kind = "amortised"
