@@ -88,6 +88,14 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have no pictures, which are most of what a short run costs."""
+    from secure_fvi.runs import report
+
+    monkeypatch.setattr(report, "_picture", lambda figure, alt: report.Picture(report.Markup(""), alt))
+
+
+@pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs run as they are: in runs of a few steps a trace costs more than all calls, and gives the same numbers
     (`test_compiled.py`)."""

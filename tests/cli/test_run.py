@@ -83,16 +83,16 @@ def interrupt(cli: CommandLine, after: int) -> None:
 
 
 def test_an_interrupted_run_is_continued_to_the_same_posterior(cli: CommandLine) -> None:
-    cli.change("iterations = 120", "iterations = 60")
+    cli.change("iterations = 120", "iterations = 102")
     assert cli.run("--quiet", out="whole").code == 0
-    interrupt(cli, after=55)
+    interrupt(cli, after=70)
     cli.refused("unfinished run", "--resume")
     cli.refused("seed = 3", "not 4", more=("--resume", "--set", "seed=4"))
     cli.refused("algorithm.learning_rate", more=("--resume", "--set", "algorithm.learning_rate=0.5"))
     assert cli.run("--resume", "--quiet").code == 0
     out, whole = cli.folder / "out", cli.folder / "whole"
     assert (out / "posterior.safetensors").read_bytes() == (whole / "posterior.safetensors").read_bytes()
-    assert [row["round"] for row in read_metrics(out / "metrics.jsonl")] == [50, 55, 60]
+    assert [row["round"] for row in read_metrics(out / "metrics.jsonl")] == [50, 70, 100, 102]
 
 
 def test_other_data_are_not_taken_for_the_run_that_began(cli: CommandLine) -> None:
@@ -188,6 +188,7 @@ def test_compare_pools_the_data_and_says_so(cli: CommandLine) -> None:
     assert "No-U-Turn" in (out / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_report_fetches_nothing(cli: CommandLine) -> None:
     assert cli.run("--quiet", *FEW).code == 0
     html = (cli.folder / "out" / "report.html").read_text()

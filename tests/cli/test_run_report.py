@@ -53,12 +53,6 @@ PRIVACY = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a page says is in its words; its pictures are the most that it costs (test_run.py looks for them)."""
-    monkeypatch.setattr("secure_fvi.runs.report.plots.svg", lambda figure: "<svg/>")
-
-
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
