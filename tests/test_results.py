@@ -103,7 +103,7 @@ class _Killed(Exception):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({"iterations": 60}, marks=pytest.mark.slow), {"iterations": 60, "sampling_rate": 0.5}]
+    "options", [pytest.param({"iterations": 60}, marks=pytest.mark.slow), {"iterations": 36, "sampling_rate": 0.5}]
 )
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
