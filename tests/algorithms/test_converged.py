@@ -88,6 +88,7 @@ def test_slope_and_weights_say_how_far_q_is_from_the_posterior(off: float, wide:
         assert (weighed.against() is None) == (off < 0.15 and wide == 1)
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_the_reported_bound_is_that_of_all_silos_at_the_final_q() -> None:
     """Of a Gaussian posterior the bound is the log evidence. The control: one silo less, and it is another number."""
     silos, _ = make_regression(SIZES)
@@ -204,6 +205,7 @@ def test_a_step_that_spoilt_a_cavity_is_taken_back_by_half_and_sites_follow(monk
         torch.testing.assert_close(world.state.q.precision, whole.precision)
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_what_a_likelihood_does_not_depend_on_it_says_nothing_of() -> None:
     """Eight group means as global sites, two a silo. Noise of local fits in the other groups' precisions, small beside
     the posterior's, was large beside the prior's, and left every silo's cavity improper."""
@@ -417,6 +419,7 @@ def test_baselines_are_not_assessed() -> None:
     assert "approximate by construction" in result.convergence["reason"]
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_a_silo_that_is_absent_at_the_end_is_no_convergence() -> None:
     """The rounds were at rest; one silo does not answer the final sum. The control: all answer."""
     for lost, expected in (((), True), (("silo-2",), False)):
