@@ -111,9 +111,7 @@ def build(cls: type[Any], table: Mapping[str, Any], where: str) -> Any:
         raise InputError(f"{where}: {str(error).replace(f'{cls.__name__}.__init__() ', '')}") from error
 
 
-@functools.cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+_hints: Any = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 def chosen(config: Config) -> tuple[Any, Any, DP | None]:

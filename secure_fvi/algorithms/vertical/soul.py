@@ -262,7 +262,7 @@ class SoulSilo:
         """Of theta_j's log density at the prior's centre, (), by power iteration."""
         start = self.predictor.start
         gradient = torch.func.grad(lambda t: self.log_density(t, z, others, rows, response, gamma))
-        _, pulled = torch.func.vjp(gradient, start)  # a Hessian is symmetric: the program is run once
+        pulled: Any = torch.func.vjp(gradient, start)[1]  # a Hessian is symmetric: the program is run once
         v = torch.randn(start.shape, generator=generator, dtype=start.dtype)
         for _ in range(_POWER_ITERATIONS):
             (v,) = pulled(v / v.norm())
