@@ -26,7 +26,7 @@ from secure_fvi.errors import InputError, SecureFVIWarning
 @pytest.fixture(scope="module")
 def result() -> sf.Result:
     problem = make_rate()
-    return sf.fit(problem.model, problem.silos, sf.SFVI(iterations=150, learning_rate=0.1, schedule="cosine"))
+    return sf.fit(problem.model, problem.silos, sf.SFVI(iterations=400, schedule="cosine"))
 
 
 def test_samples_have_the_posterior_moments(result: sf.Result) -> None:
