@@ -72,16 +72,15 @@ data_contract.check_parts = _once(data_contract.check_parts, _looked_at)
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """The final q is weighed and refined once, and its slope told, by an eighth of the draws, and of the points far
-    from it a quarter of those along lines, of latents' other modes at two points and along fewer lines: where a test
-    asks nothing of it."""
+    from it a quarter of those along lines, and nobody looks for latents' other modes: where a test asks nothing of
+    it."""
     monkeypatch.setattr("secure_fvi.algorithms.stationarity.HALF", 16)
     monkeypatch.setattr("secure_fvi.algorithms.weighing.HALF", 32)
     monkeypatch.setattr("secure_fvi.algorithms.weighing._SCOUTS", 64)
     monkeypatch.setattr("secure_fvi.algorithms.weighing._FAR", 10)
     monkeypatch.setattr("secure_fvi.algorithms.weighing._FIRST", 4)
     monkeypatch.setattr("secure_fvi.algorithms.weighing._IMAGES", 32)
-    monkeypatch.setattr("secure_fvi.algorithms.weighing._SCANNED", (60, 20))
-    monkeypatch.setattr("secure_fvi.algorithms.weighing._LOOKS", 2)
+    monkeypatch.setattr("secure_fvi.algorithms.weighing._looked", lambda *args: args[-1])
     monkeypatch.setattr("secure_fvi.algorithms.refining.DRAWS", 128)
     monkeypatch.setattr("secure_fvi.algorithms.refining.SUMS", 1)
     monkeypatch.setattr("secure_fvi.algorithms.refining.MORE", 1)

@@ -203,7 +203,7 @@ def test_the_report_fetches_nothing(cli: CommandLine) -> None:
     assert "sees each silo" in html  # what plain sums mean
 
 
-@pytest.mark.usefixtures("few_draws")
+@pytest.mark.usefixtures("few_draws", "untraced")
 @pytest.mark.parametrize(
     ("length", "code", "standing"),
     [("max_iterations = 12", 4, "not converged"), ("iterations = 12", 0, "not assessed")],

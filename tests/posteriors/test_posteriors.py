@@ -79,10 +79,10 @@ def test_right_or_not_called_converged_by_default(name: str) -> None:
 
 def test_refusing_is_not_winning() -> None:
     """The floor reached today, each of which the tests above assert to end converged: 47 of 52 in all, of which the
-    first tier fits eight. The aim is four in five."""
+    first tier fits seven. The aim is four in five."""
     assert len(ENTRIES) >= 52
     assert set(NOT_YET) | set(QUICKLY) | set(REFUSED) <= set(ENTRIES)
-    assert len(set(QUICKLY) - set(NOT_YET) - set(REFUSED)) >= 8
+    assert len(set(QUICKLY) - set(NOT_YET) - set(REFUSED)) >= 7
     assert len(set(ENTRIES) - set(NOT_YET) - set(REFUSED)) >= 47
     assert set(QUICKLY) & set(NOT_YET)
     assert set(QUICKLY) & set(REFUSED)
