@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Transform, biject_to, constraints, transform_to
 
 #: Of log(y / unit): its slope far to the right, and the steps in which it is inverted.
-_RIGHT, _STEPS = 0.25, 60
+_RIGHT, _STEPS = 0.25, 24
 
 
 class ReachesZero(constraints.Constraint):

@@ -142,6 +142,7 @@ def test_where_sfvi_runs_off_it_begins_anew_at_a_lower_rate(monkeypatch: pytest.
         sf.fit(model, silos, **quick)  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 def test_sfvi_of_many_dimensions_does_not_run_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A logistic regression of 80 columns. The control: entries of long rows of the scale matrix take steps as those of
     short ones, and the bound is lost by orders."""

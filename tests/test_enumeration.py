@@ -127,7 +127,7 @@ def _latents(problem: Problem, rows: Any) -> dict[str, Tensor]:
 
 def test_a_fit_ends_in_the_same_numbers() -> None:
     rows = [{"y": torch.randn(n, generator=torch.Generator().manual_seed(n))} for n in (11, 14, 9)]
-    for algorithm in (sf.SFVI(iterations=30), sf.SFVI(iterations=3, sampling_rate=0.5)):
+    for algorithm in (sf.SFVI(iterations=10), sf.SFVI(iterations=3, sampling_rate=0.5)):
         mine, theirs = (
             sf.fit(sf.FederatedModel(fn, "data"), rows, algorithm, sf.Plain(), compile=False)
             for fn in (mixture, summed)
@@ -150,7 +150,9 @@ def test_private_gradients_are_by_record() -> None:
     assert torch.allclose(mine.posterior["mu"].mean, theirs.posterior["mu"].mean)
 
 
-@pytest.mark.parametrize(("discrete", "continuous", "rows"), PAIRS[:2])
+@pytest.mark.parametrize(
+    ("discrete", "continuous", "rows"), [PAIRS[0], pytest.param(*PAIRS[1], marks=pytest.mark.slow)]
+)
 def test_a_traced_program_sums_too(discrete: Any, continuous: Any, rows: Any) -> None:
     """What a site's fence hands out has the sum in its graph."""
     problem = _problem(discrete, rows)

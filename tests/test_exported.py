@@ -116,8 +116,8 @@ def test_a_silo_of_a_traced_program_takes_no_servers_half(
 @pytest.mark.parametrize(
     ("make", "algorithm"),
     [
-        (programs.make_intercepts, sf.SFVI(iterations=24)),
-        (programs.make_clinics, sf.SFVI(iterations=24, importance_samples=3)),
+        pytest.param(programs.make_intercepts, sf.SFVI(iterations=24), marks=pytest.mark.slow),
+        (programs.make_clinics, sf.SFVI(iterations=12, importance_samples=3)),
         pytest.param(programs.make_rate, sf.SFVIAvg(rounds=2, local_steps=25), marks=pytest.mark.slow),
         pytest.param(programs.make_slopes, sf.PVI(rounds=2, local_steps=25), marks=pytest.mark.slow),
     ],
@@ -133,7 +133,7 @@ def test_a_fit_of_the_graph_is_the_fit_of_the_program(make: Callable[[], program
 
 def test_under_record_privacy_each_record_is_alone_in_the_graph() -> None:
     made = programs.make_intercepts()
-    algorithm = sf.SFVI(iterations=24, sampling_rate=0.5)
+    algorithm = sf.SFVI(iterations=12, sampling_rate=0.5)
     privacy = sf.RecordDP(epsilon=50.0, delta=1e-3, noise="server", clipping_norm=1.0)
     found = [fitted(m, made, algorithm, privacy=privacy, noise_key=bytes(32)) for m in (Traced(made.model), made.model)]
     assert torch.allclose(found[0]["loc"], found[1]["loc"], rtol=1e-4, atol=1e-6)

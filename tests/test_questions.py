@@ -173,7 +173,7 @@ def test_rounds_come_to_an_end() -> None:
         engine.run(server.round())
 
 
-@pytest.mark.usefixtures("few_draws")
+@pytest.mark.usefixtures("few_draws", "untraced")
 @pytest.mark.parametrize("most", [3, 4])
 def test_sums_besides_the_rounds_count_as_answers(most: int) -> None:
     """A count, two merges with an iteration each, and an end: four, of which a site that says 3 makes no last one."""
@@ -187,7 +187,7 @@ def test_sums_besides_the_rounds_count_as_answers(most: int) -> None:
     assert silo.past.rounds == most
 
 
-@pytest.mark.usefixtures("few_draws")
+@pytest.mark.usefixtures("few_draws", "untraced")
 def test_phases_come_in_their_order_and_number() -> None:
     """SFVI-Avg: one count, merges with their iterations, one end, and nothing after it."""
     problem = make_intercepts()

@@ -103,7 +103,7 @@ class _Killed(Exception):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({"iterations": 60}, marks=pytest.mark.slow), {"iterations": 60, "sampling_rate": 0.5}]
+    "options", [pytest.param({"iterations": 60}, marks=pytest.mark.slow), {"iterations": 36, "sampling_rate": 0.5}]
 )
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -182,9 +182,10 @@ def test_the_programs_constants_take_the_runs_type() -> None:
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param(sf.PVI(local_steps=40), marks=pytest.mark.slow), sf.SFVI(max_iterations=120)],
+    [sf.PVI(local_steps=40), sf.SFVI(max_iterations=120)],
     ids=["pvi", "sfvi"],
 )
+@pytest.mark.slow  # by the command line: test_run.py
 def test_a_run_that_has_ended_and_assessed_itself_is_resumed_to_the_same_words(algorithm: Any, tmp_path: Path) -> None:
     """As a string, which is what one types; and what was found of the final q comes back from the checkpoint."""
     problem = make_intercepts()

@@ -54,13 +54,13 @@ def _split(data: dict[str, Tensor], ids: Tensor, sizes: list[int]) -> tuple[list
     return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))], list(torch.split(ids, sizes))
 
 
-def _trajectory(sizes: list[int], aggregation: object, **options: object) -> Tensor:
+def _trajectory(sizes: list[int], aggregation: object, rounds: int = 60, **options: object) -> Tensor:
     data = SIX_CITIES.load()
     order = torch.randperm(537, generator=torch.Generator().manual_seed(0))[:60]
     silos, ids = _split({k: v[order] for k, v in data.records.items()}, data.record_ids[order], sizes)
-    algorithm = sf.SFVI(iterations=60, average_last=0.0, **options)  # type: ignore[arg-type]
+    algorithm = sf.SFVI(iterations=rounds, average_last=0.0, **options)  # type: ignore[arg-type]
     server, engine, _ = build_parties(SIX_CITIES.model, silos, algorithm, aggregation, record_ids=ids, compile=False)  # type: ignore[arg-type]
-    for _ in range(60):
+    for _ in range(rounds):
         engine.run(server.round())
     return torch.cat([v.flatten() for _, v in sorted(server.state.algorithm.eta.items())])
 
@@ -79,10 +79,10 @@ def test_partition_does_not_matter(options: dict[str, object]) -> None:
 
 def test_partition_does_not_matter_under_masks() -> None:
     """The same under masked sums of 64 bits, to 1e-6."""
-    whole = _trajectory([60], sf.Plain())
-    for sizes in PARTITIONS:
+    whole = _trajectory([60], sf.Plain(), 30)
+    for sizes in PARTITIONS[1:]:
         masked = sf.Masked(min_cohort=2, consistency_check=False)
-        torch.testing.assert_close(_trajectory(sizes, masked), whole, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(_trajectory(sizes, masked, 30), whole, rtol=1e-6, atol=1e-6)
 
 
 def test_silos_that_share_no_ids_draw_differently() -> None:
@@ -333,8 +333,8 @@ def test_same_seed_same_posterior_other_seed_another() -> None:
     silos = make_intercepts().silos
     ends = []
     for seed in (0, 0, 1):
-        server, engine, _ = build_parties(model, silos, sf.SFVI(iterations=30), sf.Masked(), seed, compile=False)
-        for _ in range(30):
+        server, engine, _ = build_parties(model, silos, sf.SFVI(iterations=8), sf.Masked(), seed, compile=False)
+        for _ in range(8):
             engine.run(server.round())
         ends.append(server.state.algorithm.eta["loc"])
     assert torch.equal(ends[0], ends[1])

@@ -14,7 +14,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -241,8 +241,14 @@ def closure(root: str, path: Path | None = None) -> Closure:
     return found
 
 
-def _imports(content: bytes, module: str, is_package: bool, file: Path) -> Iterator[str]:
-    """Dotted names that a source file imports; "a.b" may be a module or a name in module "a"."""
+@lru_cache(maxsize=512)
+def _imports(content: bytes, module: str, is_package: bool, file: Path) -> tuple[str, ...]:
+    """Dotted names that a source file imports; "a.b" may be a module or a name in module "a". Each content is gone
+    through once a process."""
+    return tuple(_imported(content, module, is_package, file))
+
+
+def _imported(content: bytes, module: str, is_package: bool, file: Path) -> Iterator[str]:
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -363,8 +369,12 @@ def _top(name: str) -> ModuleSpec | None:
 
 def _installed(spec: ModuleSpec) -> bool:
     places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location and spec.origin else [])]
-    homes = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
-    return any(Path(place).resolve().is_relative_to(home) for place in places for home in homes)
+    return any(Path(place).resolve().is_relative_to(home) for place in places for home in _homes())
+
+
+@cache
+def _homes() -> tuple[Path, ...]:
+    return tuple({Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")})
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -86,7 +87,7 @@ def build(cls: type[Any], table: Mapping[str, Any], where: str) -> Any:
     key, a value of the wrong type, and whatever the class refuses.
     """
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    hints = get_type_hints(cls, include_extras=True)
+    hints = _hints(cls)
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in fields:
@@ -108,6 +109,9 @@ def build(cls: type[Any], table: Mapping[str, Any], where: str) -> Any:
         raise InputError(f"{where}: {error}") from error
     except TypeError as error:
         raise InputError(f"{where}: {str(error).replace(f'{cls.__name__}.__init__() ', '')}") from error
+
+
+_hints: Any = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 def chosen(config: Config) -> tuple[Any, Any, DP | None]:

@@ -31,7 +31,7 @@ from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.silo import Silo
 
 #: That an encoder's weights do not reach the likelihood; what the extreme values make of a fit.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("few_draws")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("few_draws", "untraced")]
 
 DP = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "noise": "silo", "retries": 200}
 CASES: dict[str, tuple[Any, Any]] = {

@@ -65,7 +65,10 @@ NEAR = list(itertools.product([0.0, 0.1, 0.5], [1.0, 1.25, 0.75]))
 FAR = [(0.02, 1.0), (0.0, 0.5), (3.0, 1.0), (3.0, 1.3)]
 
 
-@pytest.mark.parametrize(("off", "wide"), [*NEAR, *FAR])
+@pytest.mark.parametrize(
+    ("off", "wide"),
+    [pytest.param(*at, marks=[pytest.mark.slow] * (k % 2)) for k, at in enumerate([*NEAR, *FAR])],
+)
 def test_slope_and_weights_say_how_far_q_is_from_the_posterior(off: float, wide: float) -> None:
     """Of a Gaussian posterior one undamped step is the whole way, whatever the draws: of q's mean, in its sds, and of
     the logs of these. Weights, which no slope and no family of q enters, say the same near q within .05 posterior
@@ -85,6 +88,7 @@ def test_slope_and_weights_say_how_far_q_is_from_the_posterior(off: float, wide:
         assert (weighed.against() is None) == (off < 0.15 and wide == 1)
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_the_reported_bound_is_that_of_all_silos_at_the_final_q() -> None:
     """Of a Gaussian posterior the bound is the log evidence. The control: one silo less, and it is another number."""
     silos, _ = make_regression(SIZES)
@@ -201,6 +205,7 @@ def test_a_step_that_spoilt_a_cavity_is_taken_back_by_half_and_sites_follow(monk
         torch.testing.assert_close(world.state.q.precision, whole.precision)
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_what_a_likelihood_does_not_depend_on_it_says_nothing_of() -> None:
     """Eight group means as global sites, two a silo. Noise of local fits in the other groups' precisions, small beside
     the posterior's, was large beside the prior's, and left every silo's cavity improper."""
@@ -339,9 +344,9 @@ def test_advice_follows_from_what_ended_the_run() -> None:
 @pytest.mark.parametrize(
     ("make", "algorithm", "must"),
     [
-        (lambda: GROUPS, sf.PVI(local_steps=200), True),
+        pytest.param(lambda: GROUPS, sf.PVI(local_steps=200), True, marks=pytest.mark.slow),
         pytest.param(_collinear, sf.PVI(local_steps=200, max_rounds=30), False, marks=pytest.mark.slow),
-        (_cut_by_value, sf.PVI(local_steps=150, max_rounds=12), False),
+        pytest.param(_cut_by_value, sf.PVI(local_steps=150, max_rounds=12), False, marks=pytest.mark.slow),
         (_apart, sf.PVI(local_steps=200), True),
     ],
 )
@@ -357,6 +362,7 @@ def test_right_or_not_called_converged(make: Callable[[], Case], algorithm: Any,
         assert result.converged, (wrong_by(case, result), result.convergence)
 
 
+@pytest.mark.slow  # half a minute
 def test_an_average_that_has_settled_is_not_called_the_posterior() -> None:
     """The merges themselves are at rest, which used to be enough, and q is wrong: that is the attack. It is refused, or
     refined to what is right."""
@@ -413,6 +419,7 @@ def test_baselines_are_not_assessed() -> None:
     assert "approximate by construction" in result.convergence["reason"]
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_a_silo_that_is_absent_at_the_end_is_no_convergence() -> None:
     """The rounds were at rest; one silo does not answer the final sum. The control: all answer."""
     for lost, expected in (((), True), (("silo-2",), False)):

@@ -44,6 +44,12 @@ def _silos() -> list[dict[str, Tensor]]:
     return made
 
 
+@pytest.fixture(autouse=True)
+def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the slope, of which nothing is asked here."""
+    monkeypatch.setattr(stationarity, "HALF", 16)
+
+
 class Asked(NamedTuple):
     server: Any
     silos: Mapping[str, Any]

@@ -60,6 +60,7 @@ def test_regression_with_known_noise_is_exact(options: dict[str, Any], rounds: i
     assert _close(world.state.q, exact, 1e-8 if options.get("damping") != "auto" else 1e-3)
 
 
+@pytest.mark.slow  # 40 seconds
 @pytest.mark.filterwarnings("ignore:pvi ended after 2 rounds")
 def test_gains_of_many_records_do_not_narrow_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 60 children's gains that go as far as those of their means end with sds of q a tenth and less of what

@@ -101,6 +101,7 @@ def test_at_a_fixed_point_sites_are_gradients_and_q_is_an_optimum_of_global_vi(f
         assert _near(site, _target(ended, name), 1e-6)
 
 
+@pytest.mark.slow
 def test_the_local_free_energy_is_a_divergence_from_the_tilted_distribution() -> None:
     """Property 2.1 with one coefficient: F_k(q) + KL(q || tilted) = log of the tilted normaliser, for any q."""
     world = _run(make_logistic(d=1), SIZES, 3, family="full", local_optimizer="fixed_point")

@@ -83,7 +83,10 @@ def _moved(exact: Natural, off: float, wide: float, seed: int = 0) -> Natural:
     return from_moments(exact.mean() + off * exact.stddev() * signs, wide**2 * exact.covariance())
 
 
-@pytest.mark.parametrize(("off", "wide"), [(0.0, 1.0), (0.5, 0.7), (1.3, 0.7), (0.5, 2.0), (2.0, 1.0)])
+@pytest.mark.parametrize(
+    ("off", "wide"),
+    [(0.5, 0.7), (2.0, 1.0), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((0, 1), (1.3, 0.7), (0.5, 2.0)))],
+)
 def test_a_q_that_is_off_is_put_right(off: float, wide: float) -> None:
     """Of a Gaussian posterior of correlated columns all is known: moments, and the evidence."""
     silos, exact = make_regression(SIZES)
@@ -102,7 +105,7 @@ def test_a_q_that_is_off_is_put_right(off: float, wide: float) -> None:
     assert refining_server.verdict(of_q, refining_server.start()).said == "q has not settled; raise max_rounds"
 
 
-@pytest.mark.parametrize("n", [12, 25, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (25, 30))])
 def test_many_dimensions_are_right_or_refused(n: int) -> None:
     silos, exact = make_regression((40, 40, 40), n)
     world = _final(REGRESSION, silos, _moved(exact, 0.2, 0.9))
@@ -146,6 +149,7 @@ def _triangle(y: Tensor) -> None:
         pyro.sample("y", dist.MultivariateNormal(torch.zeros(2), scale_tril=root), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")  # a start at 0
 def test_numbers_that_are_constant_hide_none_that_are_not() -> None:
     """A correlation by its Cholesky factor, of whose four numbers two are one and nothing; by a grid."""
@@ -183,6 +187,7 @@ def _exact_counts(y: Tensor) -> tuple[Tensor, Tensor]:
     return means, (squares - means**2).sqrt()
 
 
+@pytest.mark.slow  # test_weighing.py has the same control
 def test_latents_are_integrated_out_where_q_never_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sd of records' effects goes down to a hundredth of what q(Z_L | Z_G) is wide. The control: by grids that stay
     where these are, small sds look impossible on all nodes alike, which no comparison of nodes shows."""
@@ -238,7 +243,7 @@ def _funnel(y: Tensor) -> None:
         pytest.param(_corners, [0.25] * 4, _normal(1.0, 1.0), id="a mode where nobody looked"),
         pytest.param(_cauchy, [0.1, 0.2, 0.3], _normal(2.0), id="a mean that does not exist"),
         pytest.param(_funnel, [0.1, 0.2, 0.3], _normal(*[1.0] * 10), id="a funnel"),
-        pytest.param(_funnel, [0.1, 0.2, 0.3], _normal(3.0, *[2.0] * 9), id="a funnel, wide"),
+        pytest.param(_funnel, [0.1, 0.2, 0.3], _normal(3.0, *[2.0] * 9), id="a funnel, wide", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_is_never_called_converged(
@@ -300,8 +305,13 @@ _PAIRS = torch.cat(
     ("program", "y", "q", "parts"),
     [
         pytest.param(_two_signs, _SIGNS, _normal(0.12, mean=2.0), 2, id="signs"),
-        pytest.param(_mixture, _THREE, _ordered([-4.0, 0.0, 4.0], [0.2] * 3), 6, id="components"),
-        pytest.param(_wide_pairs, _PAIRS, _ordered([-1.5, 2.5] * 5, [0.3] * 10), 2, id="no scouts"),
+        *(
+            pytest.param(*rest, id=name, marks=pytest.mark.slow)
+            for name, *rest in (
+                ("components", _mixture, _THREE, _ordered([-4.0, 0.0, 4.0], [0.2] * 3), 6),
+                ("no scouts", _wide_pairs, _PAIRS, _ordered([-1.5, 2.5] * 5, [0.3] * 10), 2),
+            )
+        ),
     ],
 )
 def test_modes_that_were_found_are_all_in_the_result(
@@ -390,17 +400,18 @@ _C = [3.0] * 5, [1.0] * 5
     [
         pytest.param(
             _seen_with(_after_sixteen, 0.5), 9.0 * torch.ones(24, 1), [3.0] * 17, [1.0] * 16 + [0.017], 2,
-            id="a sign after sixteen",
+            id="a sign after sixteen", marks=pytest.mark.slow,
         ),
         pytest.param(
             _seen_with(_two_at_once, 0.5), 4.0 * torch.ones(12, 3), [2.0, 2.0], [0.033, 0.033], 2, id="two signs"
         ),
         pytest.param(
-            _seen_with(_season, 0.5), (_MONTHS - 0.8).cos().expand(12, 12), [1.0, 0.52], [0.06, 0.04], 2, id="a turn"
+            _seen_with(_season, 0.5), (_MONTHS - 0.8).cos().expand(12, 12), [1.0, 0.52], [0.06, 0.04], 2, id="a turn",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             _by_name, torch.cat([_groups(-2.0, sd=0.5, each=12), _groups(2.0, sd=0.5, each=24)]), [-2.0, 2.0, -0.62],
-            [0.15, 0.1, 0.33], 2, id="names",
+            [0.15, 0.1, 0.33], 2, id="names", marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
@@ -427,6 +438,7 @@ def test_modes_of_which_two_sites_change_are_found(
     assert off(control) > 5
 
 
+@pytest.mark.slow  # components that are numbers do above
 def test_components_that_are_rows_change_places_with_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three have six modes. The control: without mirrors one is the result, and its shares are 20, 30 and
     50%."""
@@ -462,8 +474,8 @@ def _squares(n: int, at_silo: bool, sd: float) -> sf.FederatedModel:
 @pytest.mark.parametrize(
     ("n", "at_silo", "sd"),
     [
-        pytest.param(1, False, 0.1),
-        pytest.param(1, True, 0.2, marks=pytest.mark.slow),
+        pytest.param(1, False, 0.1, marks=pytest.mark.slow),
+        pytest.param(1, True, 0.2),
         pytest.param(2, False, 0.3, marks=pytest.mark.slow),
         pytest.param(2, True, 0.2, marks=pytest.mark.slow),
         pytest.param(3, False, 1.0, marks=pytest.mark.slow),
@@ -823,7 +835,9 @@ def test_under_privacy_nothing_is_refined() -> None:
 
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("algorithm", [sf.PVI(local_steps=3, max_rounds=2), sf.SFVI(max_iterations=5)])
+@pytest.mark.parametrize(
+    "algorithm", [sf.PVI(local_steps=3, max_rounds=2), pytest.param(sf.SFVI(max_iterations=5), marks=pytest.mark.slow)]
+)
 def test_a_model_that_is_not_refined_says_why(nested: bool, algorithm: Any) -> None:
     """Latents of silos above latents of records, and, for control, beside records without."""
 
@@ -875,8 +889,11 @@ def _is_exact(result: Result) -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [sf.PVI(local_steps=80, max_rounds=6), sf.SFVI(max_iterations=300), sf.SFVIAvg(rounds=4, local_steps=100)],
-    ids=lambda a: a.name,
+    [
+        pytest.param(sf.PVI(local_steps=80, max_rounds=6), id="pvi"),
+        pytest.param(sf.SFVI(max_iterations=300), id="sfvi", marks=pytest.mark.slow),
+        pytest.param(sf.SFVIAvg(rounds=4, local_steps=100), id="sfvi-avg", marks=pytest.mark.slow),
+    ],
 )
 def test_every_algorithm_that_weighs_refines(algorithm: Any) -> None:
     """Under masked sums. None of these runs long enough for q itself to have converged."""

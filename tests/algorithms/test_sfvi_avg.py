@@ -183,11 +183,12 @@ def test_the_diagonal_merge_averages_means_and_sds() -> None:
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.usefixtures("untraced")
 def test_masked_equals_plain() -> None:
     ends = []
     for aggregation in (sf.Plain(), sf.Masked()):
-        server, engine = _parties(make_slopes(), sf.SFVIAvg(local_steps=30, bures_iterations=2), aggregation)
-        _run_rounds(server, engine, 3)
+        server, engine = _parties(make_slopes(), sf.SFVIAvg(local_steps=8, bures_iterations=2), aggregation)
+        _run_rounds(server, engine, 2)
         ends.append(server.state.algorithm.eta)
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value, rtol=1e-6, atol=1e-6)
@@ -220,7 +221,7 @@ def test_a_silo_lost_in_the_first_sum_of_a_merge_has_no_weight_in_the_rest() -> 
     assert server.state.algorithm.records == 60
 
 
-@pytest.mark.usefixtures("few_draws")
+@pytest.mark.usefixtures("few_draws", "untraced")
 def test_latents_refer_to_the_last_merge_where_the_last_sum_is_not_made() -> None:
     """A silo is lost there, so that nobody's answer is used. The control is that silo, which did not hear of the last
     q."""
@@ -379,6 +380,7 @@ def test_a_killed_run_ends_where_an_unbroken_one_does(options: dict[str, Any], t
         assert torch.equal(resumed.variational.eta[name], value)
 
 
+@pytest.mark.slow  # of another algorithm: test_sfvi.py
 @pytest.mark.usefixtures("few_draws")
 def test_a_run_that_has_not_settled_says_so() -> None:
     problem = make_intercepts()
@@ -415,6 +417,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 # ---- privacy ----
 
 
+@pytest.mark.slow  # noise and charge: test_every_algorithm.py, test_sfvi_avg_warm.py
 def test_silo_privacy_noises_the_change() -> None:
     """Twelve silos, little noise: the run ends near the posterior, and every merge was charged."""
     problem = make_intercepts()

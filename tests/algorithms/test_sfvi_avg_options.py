@@ -41,7 +41,7 @@ def _after_rounds(problem: Conjugate, rounds: int, **options: Any) -> tuple[SFVI
 @pytest.mark.parametrize("weights", ["records", pytest.param("equal", marks=pytest.mark.slow)])
 def test_trusted_equals_secure(family: str, weights: str) -> None:
     """One merge of the same local runs; the secure path iterates 25 times. 1e-6: POT stops at moves below 1e-11."""
-    options: dict[str, Any] = {"local_steps": 60, "family": family, "weights": weights}
+    options: dict[str, Any] = {"local_steps": 15, "family": family, "weights": weights}
     secure_iterations = 25 if family == "full" else 1
     _, trusted = _after_rounds(make_slopes(), 1, barycenter="trusted", **options)
     program, secure = _after_rounds(make_slopes(), 1, bures_iterations=secure_iterations, **options)

@@ -26,7 +26,7 @@ from secure_fvi.runs.options import build, resolved
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 
 
-def _warm(rounds: int = 2, local_steps: int = 40, iterations: int | None = 6, **options: Any) -> sf.SFVI:
+def _warm(rounds: int = 2, local_steps: int = 15, iterations: int | None = 6, **options: Any) -> sf.SFVI:
     return sf.SFVI(iterations=iterations, warm_start=sf.WarmStart(rounds, local_steps), **options)
 
 
@@ -48,7 +48,7 @@ def test_sfvi_begins_where_sfvi_avg_ended() -> None:
     The same options and seed make the same SFVI-Avg run.
     """
     problem = make_clinics()
-    averaging = sf.SFVIAvg(rounds=2, local_steps=40, tolerance=0.0)
+    averaging = sf.SFVIAvg(rounds=2, local_steps=15, tolerance=0.0)
     server, engine, _ = build_parties(problem.model, problem.silos, _warm(), sf.Plain(), compile=False)
     alone, alone_engine, _ = build_parties(problem.model, problem.silos, averaging, sf.Plain(), compile=False)
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_draws_of_the_two_algorithms_are_numbered_apart(monkeypatch: pytest.Monk
     monkeypatch.setattr(KeyedDraws, "normals", noted)
     for _ in range(5):
         engine.run(server.round())
-    assert len(set(drawn)) == len(drawn) > 2 * 40
+    assert len(set(drawn)) == len(drawn) > 2 * 15
     assert sum(number >= OWN_DRAWS for number in drawn) == 2
 
 

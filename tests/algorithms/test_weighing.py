@@ -88,7 +88,7 @@ def _integrated(n_record: int, n_silo: int, log_scale: float) -> float:
     return float((found - marginal)[at.eps[:, 0].abs() < 2].std())
 
 
-@pytest.mark.parametrize("log_scale", [-0.5, -2.5])
+@pytest.mark.parametrize("log_scale", [pytest.param(-0.5, marks=pytest.mark.slow), -2.5])
 @pytest.mark.parametrize(
     ("latents", "within", "attack"),
     [
@@ -177,6 +177,7 @@ def _cities(mean: list[float], beside: float = 0.0) -> _OfCities:
     return _OfCities(problem, at, q, found, torch.func.vmap(marginal, chunk_size=64)(at.all))
 
 
+@pytest.mark.slow  # made-up latents are integrated above
 def test_six_cities_are_weighed_as_by_a_fine_integral(monkeypatch: pytest.MonkeyPatch) -> None:
     """The q that examples/six_cities.toml ends with is .10 sds off, by an integral over each child's intercept on 181
     points, and is let pass; with omega half an sd away it is not. Where q(Z_L | Z_G) lie six sds beside grids find the
@@ -273,11 +274,11 @@ def _mixed(apart: float) -> list[dict[str, Tensor]]:
     [
         pytest.param(_two_signs, _rows(1, 3.0), True, id="signs"),
         pytest.param(_one_sign, _rows(1, 3.0), False, id="one sign"),
-        pytest.param(_components(False), _mixed(4.0), True, id="components"),
-        pytest.param(_components(True), _mixed(4.0), False, id="components in order"),
-        pytest.param(_far_apart, _mixed(6.0), True, id="two groups of outliers"),
-        pytest.param(_far_apart, _mixed(0.1), False, id="one group"),
-        pytest.param(_heavy_tail, _rows(2), False, id="a long tail"),
+        pytest.param(_components(False), _mixed(4.0), True, id="components", marks=pytest.mark.slow),
+        pytest.param(_components(True), _mixed(4.0), False, id="components in order", marks=pytest.mark.slow),
+        pytest.param(_far_apart, _mixed(6.0), True, id="two groups of outliers", marks=pytest.mark.slow),
+        pytest.param(_far_apart, _mixed(0.1), False, id="one group", marks=pytest.mark.slow),
+        pytest.param(_heavy_tail, _rows(2), False, id="a long tail", marks=pytest.mark.slow),
     ],
 )
 def test_another_mode_is_found_and_nothing_else(
@@ -429,7 +430,7 @@ def _angle(y: Tensor) -> None:
         pyro.sample("y", dist.VonMises(mu, k), obs=y)
 
 
-@pytest.mark.parametrize(("centre", "ratio"), [(2.9, 0.2), (0.0, 1.01)])
+@pytest.mark.parametrize(("centre", "ratio"), [(2.9, 0.2), pytest.param(0.0, 1.01, marks=pytest.mark.slow)])
 def test_of_an_angle_the_other_end_is_looked_at(centre: float, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """2% of the mass is beyond the cut, too little for scouts, and so far off that without it the sd is under `ratio`
     of the posterior's. The control: where signs of real sites alone change, and however far off a mode has to be as
@@ -470,7 +471,7 @@ def test_of_an_angle_the_other_end_is_looked_at(centre: float, ratio: float, mon
 @pytest.mark.parametrize(
     ("algorithm", "settled"),
     [
-        (sf.PVI(local_steps=10, max_rounds=3), "silos would still move q"),
+        pytest.param(sf.PVI(local_steps=10, max_rounds=3), "silos would still move q", marks=pytest.mark.slow),
         pytest.param(sf.SFVI(max_iterations=20), "iterates had not settled", marks=pytest.mark.slow),
         pytest.param(sf.SFVIAvg(rounds=1, local_steps=50), "merges were still moving", marks=pytest.mark.slow),
     ],
@@ -491,7 +492,7 @@ def test_mass_elsewhere_is_told_where_q_has_not_settled(
     assert "of the posterior's mass elsewhere" not in said
 
 
-@pytest.mark.parametrize("n_record", [1, 3])
+@pytest.mark.parametrize("n_record", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_at_scouts_latents_are_integrated_roughly_and_on_the_safe_side(n_record: int) -> None:
     """Away from q so few nodes lie beside the integrand: where its conditionals are a quarter as wide as is right,
     log-likelihoods are hundreds of nats too small, and hardly too large. At the posterior scouts find nothing, and from

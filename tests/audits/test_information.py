@@ -41,7 +41,7 @@ def test_information_above_the_cap_is_marked() -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((300, 3))
     y = 0.999 * x + math.sqrt(1 - 0.999**2) * rng.standard_normal((300, 3))
-    found = info_nce(x, y, np.arange(300))
+    found = info_nce(x, y, np.arange(300), Critic(steps=150, repeats=2))
     assert found.near_cap
     assert found.estimate.high <= found.cap
     assert found.estimate.value < 3 * 3.1 / 2
@@ -55,7 +55,7 @@ def test_of_several_targets_the_one_that_varies_most() -> None:
 
 def test_nothing_is_not_called_something() -> None:
     x, y, _ = pairs(0.0, 300)
-    found = info_nce(x, y, np.arange(300), confidence=0.999)
+    found = info_nce(x, y, np.arange(300), Critic(steps=100, repeats=2), confidence=0.999)
     assert found.estimate.low < 0.01
     assert gaussian(x, y, np.arange(300), 0.999).low < 0.01
 

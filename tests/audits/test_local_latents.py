@@ -74,11 +74,11 @@ def test_latents_are_the_exact_posterior_means_late_in_a_run() -> None:
 
 
 def test_plain_runs_give_the_latents_of_individuals_away() -> None:
-    """80 silos of one person, attacked over the first 30 rounds."""
+    """50 silos of one person, attacked over the first 30 rounds."""
     problem = make_intercepts()
     laboratory = Laboratory(problem.model, sf.SFVI(iterations=30), sf.Plain(), worlds=1, simulated=True)
     pool = pooled(problem.silos)
-    seen = by_silo(collect(laboratory, lambda seed: resampled(pool, (1,) * 80, seed), [0]))
+    seen = by_silo(collect(laboratory, lambda seed: resampled(pool, (1,) * 50, seed), [0]))
     found = by_name(rows("plain", seen, seen))
     assert found["messages and totals"].low > 0.8
     assert found["messages and totals"].finding == "leaks"

@@ -39,11 +39,11 @@ def test_members_are_found_and_strangers_are_not() -> None:
     to other records of the same kind they are not, at 99.9%."""
     pool = _pool(0, N)
     attack = Membership(MODEL, pool)
-    references = attack.fit(attack.halves(16), steps=400)
+    references = attack.fit(attack.halves(16), steps=250)
     signals = attack.signals(attack.family, references.eta)
     member = np.zeros(N, dtype=bool)
     member[np.random.default_rng(1).permutation(N)[: N // 2]] = True
-    algorithm = sf.SFVI(family="diagonal", iterations=400, schedule="linear")
+    algorithm = sf.SFVI(family="diagonal", iterations=200, schedule="linear")
     fitted, elsewhere = (
         sf.fit(MODEL, silos, algorithm, sf.Plain(), compile=False).variational
         for silos in (_rows(pool, member), _rows(_pool(7, N), member))

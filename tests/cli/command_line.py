@@ -23,6 +23,12 @@ def means(y):
         pyro.sample("y", Normal(own.unsqueeze(-1), 0.5).expand(y.shape).to_event(1), obs=y)
 
 
+def one_mean(y):
+    mu = pyro.sample("mu", Normal(0.0, 5.0))
+    with pyro.plate("person", len(y)):
+        pyro.sample("y", Normal(mu, 0.5).expand(y.shape).to_event(1), obs=y)
+
+
 def shop_means(y):
     mu = pyro.sample("mu", Normal(0.0, 5.0))
     shop = pyro.sample("shop", Normal(mu, 1.0))

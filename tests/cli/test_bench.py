@@ -26,6 +26,7 @@ def test_bench_step_prints_the_agreed_json(cli: CommandLine) -> None:
     assert all(ms > 0 for name, ms in times.items() if name != "numpyro_svi")
 
 
+@pytest.mark.slow  # what one types where there is a GPU
 def test_bench_gpu_compares_before_it_times(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What `make gpu` calls, on the CPU. A device that computes something else is found, and nothing is timed there."""
     monkeypatch.setattr(batch, "_COMPARED", {"SFVI": (sf.SFVI(iterations=3), False)})
@@ -60,6 +61,7 @@ def test_bench_gpu_compares_before_it_times(cli: CommandLine, monkeypatch: pytes
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_bench_posteriors_measures_an_entry_and_says_what_is_missing(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

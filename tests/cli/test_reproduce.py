@@ -32,6 +32,7 @@ def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "is a file; give a folder" in _refused(["reproduce", "sfvi-six-cities", "--out", str(file)], capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 @pytest.mark.usefixtures("few_draws")
 def test_sfvi_avg_from_a_configuration(cli: CommandLine) -> None:

@@ -27,6 +27,8 @@ from secure_fvi.runs.watching import snapshot
 # 120 rounds of the small model are too few to converge, which the run says; the tests do not need more.
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 
+#: Where it is no matter how many rounds there are.
+FEW = ("--set", "algorithm.iterations=3")
 FILES = {"config.toml", "run.json", "metrics.jsonl", "result.json", "posterior.safetensors", "marginals.json"}
 
 
@@ -56,7 +58,7 @@ def test_a_run_writes_its_files_and_a_second_one_is_refused(cli: CommandLine) ->
 
 
 def test_the_written_configuration_repeats_the_run(cli: CommandLine) -> None:
-    assert cli.run("--set", "seed=9", "--set", "algorithm.learning_rate=0.1", "--quiet").code == 0
+    assert cli.run("--set", "seed=9", "--set", "algorithm.learning_rate=0.1", "--quiet", *FEW).code == 0
     written = cli.folder / "out" / "config.toml"
     assert tomllib.loads(written.read_text())["algorithm"]["learning_rate"] == 0.1
     assert cli("run", written, "--out", cli.folder / "again", "--quiet").code == 0
@@ -65,7 +67,7 @@ def test_the_written_configuration_repeats_the_run(cli: CommandLine) -> None:
 
 
 def test_quiet_says_nothing(cli: CommandLine) -> None:
-    answer = cli.run("--quiet")
+    answer = cli.run("--quiet", *FEW)
     assert (answer.code, answer.out) == (0, "")
 
 
@@ -95,6 +97,7 @@ def test_what_is_not_as_it_began_is_named(tmp_path: Path, provenance: dict[str, 
 
 
 def test_an_interrupted_run_is_continued_to_the_same_posterior(cli: CommandLine) -> None:
+    cli.change("iterations = 120", "iterations = 102")
     assert cli.run("--quiet", out="whole").code == 0
     interrupt(cli, after=70)
     cli.refused("unfinished run", "--resume")
@@ -103,7 +106,7 @@ def test_an_interrupted_run_is_continued_to_the_same_posterior(cli: CommandLine)
     assert cli.run("--resume", "--quiet").code == 0
     out, whole = cli.folder / "out", cli.folder / "whole"
     assert (out / "posterior.safetensors").read_bytes() == (whole / "posterior.safetensors").read_bytes()
-    assert [row["round"] for row in read_metrics(out / "metrics.jsonl")] == [50, 70, 100, 120]
+    assert [row["round"] for row in read_metrics(out / "metrics.jsonl")] == [50, 70, 100, 102]
 
 
 def test_other_data_are_not_taken_for_the_run_that_began(cli: CommandLine) -> None:
@@ -114,7 +117,7 @@ def test_other_data_are_not_taken_for_the_run_that_began(cli: CommandLine) -> No
 
 
 def test_resume_begins_where_there_is_nothing_yet(cli: CommandLine) -> None:
-    answer = cli.run("--resume", "--quiet")
+    answer = cli.run("--resume", "--quiet", *FEW)
     assert (answer.code, answer.out) == (0, "")
     assert "holds no run to continue: one begins" in answer.err
     assert (cli.folder / "out" / "result.json").exists()
@@ -199,8 +202,9 @@ def test_compare_pools_the_data_and_says_so(cli: CommandLine) -> None:
     assert "No-U-Turn" in (out / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_report_fetches_nothing(cli: CommandLine) -> None:
-    assert cli.run("--quiet").code == 0
+    assert cli.run("--quiet", *FEW).code == 0
     html = (cli.folder / "out" / "report.html").read_text()
     assert "http:" not in html
     assert "https:" not in html
@@ -209,11 +213,11 @@ def test_the_report_fetches_nothing(cli: CommandLine) -> None:
     assert len(sources) == 3
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
     assert "not assessed" in html
-    assert "its length was fixed (iterations = 120)" in html
+    assert "its length was fixed (iterations = 3)" in html
     assert "sees each silo" in html  # what plain sums mean
 
 
-@pytest.mark.usefixtures("few_draws")
+@pytest.mark.usefixtures("few_draws", "untraced")
 @pytest.mark.parametrize(
     ("length", "code", "standing"),
     [("max_iterations = 12", 4, "not converged"), ("iterations = 12", 0, "not assessed")],
@@ -237,8 +241,10 @@ def test_every_display_says_how_a_run_ended(cli: CommandLine, length: str, code:
     assert cli.run("--resume").code == code
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_a_run_that_converged_exits_0(cli: CommandLine) -> None:
     """The control: a model that PVI fits in a few rounds."""
+    cli.change("model.py:means", "model.py:one_mean")
     cli.change('name = "sfvi"\niterations = 120', 'name = "pvi"\nlocal_steps = 150')
     answer = cli.run()
     assert answer.code == 0, answer

@@ -11,9 +11,9 @@ from command_line import CommandLine
 @pytest.mark.parametrize(
     ("name", "options", "rounds", "sums"),
     [
-        ("bcm", 'prior = "split"', 1, 2),
+        pytest.param("bcm", 'prior = "split"', 1, 2, marks=pytest.mark.slow),
         ("vcl", "reveal_changes = true", 3, 3),
-        ("streaming-vb", "reveal_changes = true\npasses = 2", 6, 6),
+        pytest.param("streaming-vb", "reveal_changes = true\npasses = 2", 6, 6, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_ends_after_its_sums(cli: CommandLine, name: str, options: str, rounds: int, sums: int) -> None:

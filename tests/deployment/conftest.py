@@ -4,6 +4,11 @@ import pytest
 from deployment_world import World, new_world
 
 
+@pytest.fixture(autouse=True)
+def _reports(undrawn: None) -> None:
+    """What they say of a deployed job is in their words."""
+
+
 @pytest.fixture(scope="session")
 def first_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return new_world(tmp_path_factory.mktemp("consortium"))

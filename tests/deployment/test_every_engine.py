@@ -25,6 +25,7 @@ import secure_fvi as sf
 from secure_fvi import fitting
 from secure_fvi.aggregation import Plain
 from secure_fvi.aggregation.parties import local_parties
+from secure_fvi.algorithms import natural
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.algorithms.local_fit import LocalFitOptions
 from secure_fvi.building import Machine, build_problem
@@ -239,6 +240,14 @@ def doors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Do
         return Guards({job.home.id: job._gate((lambda *_: None) if job.program.terms else None, noise)})
 
     monkeypatch.setattr(site_job.SiteJob, "_guards", gates)
+    priors, quadratic = dict[bool, Any](), natural.quadratic  # of one model
+
+    def prior(fn: Any, at: Any, full: bool, dtype: Any) -> Any:
+        if full not in priors:
+            priors[full] = quadratic(fn, at, full, dtype)
+        return priors[full]
+
+    monkeypatch.setattr(natural, "quadratic", prior)
     views: dict[str, Any] = {}  # records are read against the model once: no option decides on that
 
     def view(silo: str, *rest: Any) -> Any:

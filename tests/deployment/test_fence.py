@@ -443,7 +443,7 @@ def job(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
         silos.append({"id": name, "data": str(path)})
     found = Job(
         world, tmp_path, allow=False, partition=None, silo=silos, model={"function": f"{tmp_path / 'model.py'}:mean"},
-        algorithm={"name": "sfvi", "iterations": 30, "family": "diagonal"},
+        algorithm={"name": "sfvi", "iterations": 10, "family": "diagonal"},
     )  # fmt: skip
     for name in SILOS:
         allow(found, name)

@@ -136,6 +136,7 @@ def _hold(count: int, least: float, start: int = 0) -> None:
     assert sum(outcomes) >= least * len(outcomes)
 
 
+@pytest.mark.slow  # half a minute; one that was wrong once is of the first tier
 def test_generated_programs_are_right_or_not_called_converged() -> None:
     _hold(2, 0.5)
 

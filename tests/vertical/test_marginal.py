@@ -34,13 +34,13 @@ from secure_fvi.errors import InputError
 )
 @pytest.mark.parametrize("sd", [0.1, 1.4, 2.8])
 def test_marginal_is_the_mean_over_the_noise(likelihood: Likelihood, y: Tensor, sd: float) -> None:
-    """Against 20,001 nodes of the trapezoidal rule over ten standard deviations to each side."""
+    """Against 2,001 nodes of the trapezoidal rule over ten standard deviations to each side."""
     found = marginal(likelihood, sd)
     assert found is not None
     gamma = torch.full((likelihood.gamma_size,), 0.2)
     predictor = torch.tensor([[-1.0], [0.5], [2.0], [3.0]])
-    e = torch.linspace(-10, 10, 20_001)
-    log_weights = -0.5 * e.square() - 0.5 * math.log(2 * math.pi) + math.log(20 / 20_000)
+    e = torch.linspace(-10, 10, 2_001)
+    log_weights = -0.5 * e.square() - 0.5 * math.log(2 * math.pi) + math.log(20 / 2_000)
     by_node = torch.stack([likelihood.log_prob(y, predictor + sd * v, gamma) for v in e])
     exact = torch.logsumexp(by_node + log_weights[:, None], 0)
     torch.testing.assert_close(found.log_prob(y, predictor, gamma), exact, rtol=0, atol=1e-4)

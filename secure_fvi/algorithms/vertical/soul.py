@@ -262,10 +262,10 @@ class SoulSilo:
         """Of theta_j's log density at the prior's centre, (), by power iteration."""
         start = self.predictor.start
         gradient = torch.func.grad(lambda t: self.log_density(t, z, others, rows, response, gamma))
+        pulled: Any = torch.func.vjp(gradient, start)[1]  # a Hessian is symmetric: the program is run once
         v = torch.randn(start.shape, generator=generator, dtype=start.dtype)
         for _ in range(_POWER_ITERATIONS):
-            product = torch.func.jvp(gradient, (start,), (v / v.norm(),))[1]
-            v = product
+            (v,) = pulled(v / v.norm())
         return v.norm()
 
     def langevin(
