@@ -64,6 +64,8 @@ _RATE_BY_SIZE = 2.0
 CHANGE, _ROOM = "change", 2.0**10
 #: Longest natural step: of a mean and its gains, in sds (by dimension), and of a log sd, or half the log covariance.
 _MEAN_STEP, _SCALE_STEP = 0.5, 0.3
+#: How far from the mean a first fit begins, in sds of its tight scale.
+_ASIDE = 0.1
 #: Least and largest precision after one of Newton's steps, of that before.
 _PRECISIONS = (0.25, 16.0)
 
@@ -886,8 +888,16 @@ class NewtonSteps(NaturalSteps):
 
     newton = True
 
+    def __init__(self, families: Families) -> None:
+        super().__init__(families)
+        self.aside = _ASIDE * self.move(start_draws(families.problem.seed, families.n))
+
     def init(self, q: Natural, tight: bool) -> Params:
+        """A first fit begins beside the mean, all silos' to the same side: draws in pairs would never leave a place
+        between two signs that are alike."""
         state = super().init(q, tight)
+        if tight:
+            state["loc"] = state["loc"] + state["factor"] @ self.aside
         return {**state, "last": torch.zeros_like(state["loc"]), "way": self.move(torch.zeros(1, dtype=torch.float64))}
 
     def step(self, state: Params, eps: Tensor, gradient: Tensor, scale: Tensor) -> Params:
