@@ -47,7 +47,7 @@ def test_a_draft_codes_its_own_table_and_says_that_it_discloses(
     assert code == 0
     assert "whoever gets the draft learns them" in said
     assert "look at person, number, smoke and delete their lines 'review', then secure-fvi data check" in out
-    assert (folder / "d.toml").read_text().endswith('"\n')
+    assert (folder / "d.toml").read_text().endswith("]\n")
     code, out, said = run(capsys, "check", "t.csv", "--dictionary", "d.toml", "--missing", "drop")
     assert (code, out) == (2, "")
     assert "'smoke' (levels are in the order of the alphabet" in said
