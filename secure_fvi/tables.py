@@ -385,16 +385,15 @@ def _fetched(
     coded, out = [], []
     for i, (name, column) in enumerate(columns.items()):
         cell, kind = f"c{list(table.types).index(name)}", table.types[name]
-        # What DuckDB cannot work out of one cell is that cell's: an error would take all rows along.
-        coded += [f"TRY({_value(cell, column, kind)}) AS r{i}", cell]
+        coded += [f"{_value(cell, column, kind)} AS r{i}", cell]
         fits, nothing = [f"r{i} IS NOT NULL", *_inside(f"r{i}", column)], "''" if column.kind == "id" else "0"
-        gap = _told(_gap(cell, column, kind))
+        gap = _gap(cell, column, kind)
         text = column.kind in ("number", "integer") and kind == "VARCHAR"
-        comma = _told(decimal_comma(_text(cell, kind))) if text else "false"
+        comma = decimal_comma(_text(cell, kind)) if text else "false"
         if column.missing:
-            fits.append(f"NOT {gap}")
+            fits.append(f"NOT coalesce({gap}, false)")
         # A gap is looked for where a cell does not fit: in most there is none, and texts take their time.
-        code = _told(_is_code(_text(cell, kind))) if column.kind == "id" else "false"
+        code = _is_code(_text(cell, kind)) if column.kind == "id" else "false"
         wrong = f"WHEN {gap} THEN 1 WHEN {comma} THEN 4 WHEN {code} THEN 5 WHEN r{i} IS NULL THEN 2 ELSE 3"
         how = f"CASE WHEN {' AND '.join(fits)} THEN 0 {wrong} END"
         out += [f"coalesce(r{i}, {nothing}) AS v{i}", f"({how})::UTINYINT AS s{i}"]
@@ -407,15 +406,10 @@ def _fetched(
     return values, status
 
 
-def _told(question: str) -> str:
-    """SQL for whether the answer is yes, rather than no, nothing or an error."""
-    return f"coalesce(TRY({question}), false)"
-
-
 def _text(cell: str, kind: str) -> str:
     """SQL for a cell as text without blanks at its ends; whole numbers have no point, however they are stored."""
     if _NUMERIC.fullmatch(kind):
-        whole = f"{cell} = trunc({cell}) AND abs(CAST({cell} AS DOUBLE)) < {TOLD_APART}"  # in its type abs overflows
+        whole = f"{cell} = trunc({cell}) AND abs({cell}) < {TOLD_APART}"
         text = f"WHEN {whole} THEN CAST(TRY_CAST({cell} AS BIGINT) AS VARCHAR) ELSE CAST({cell} AS VARCHAR)"
         return f"CASE {f'WHEN isnan({cell}) THEN NULL ' if kind in _FLOATS else ''}{text} END"
     return f"trim(CAST({cell} AS VARCHAR), {_BLANKS})"

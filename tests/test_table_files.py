@@ -149,35 +149,6 @@ def test_rows_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path, e
         read_coded(tmp_path / f"t.{ending}", d)
 
 
-#: The least and the largest number of each of DuckDB's types of numbers, and what is none.
-_ENDS = {
-    "TINYINT": (-(2**7), 2**7 - 1), "INTEGER": (-(2**31), 2**31 - 1), "BIGINT": (-(2**63), 2**63 - 1),
-    "HUGEINT": (-(2**127), 2**127 - 1), "UBIGINT": (2**64 - 1,), "DECIMAL(38, 2)": (1 - 10**36,),
-    "FLOAT": ("inf", "nan", "-3.4e38"), "DOUBLE": ("-inf", "nan", "1.7e308"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", _ENDS)
-def test_a_number_at_its_types_end_takes_no_other_row_away(tmp_path: Path, kind: str) -> None:
-    """What the door works out of a cell may overflow in the cell's own type: abs(-128) does in TINYINT. The control,
-    in the same cell, is an ordinary number that does not fit."""
-    columns = {
-        "a": Column("number", missing=("-9",)), "b": Column("integer", missing=("-9", "NA")),
-        "c": Column("id", missing=("-9",)), "d": Column("category", levels=("0", "1"), missing=("NA",)),
-    }  # fmt: skip
-
-    def kept(cell: object) -> int:
-        path = tmp_path / "t.duckdb"
-        path.unlink(missing_ok=True)
-        with duckdb.connect(path) as file:
-            cells = ", ".join(f"x AS {name}" for name in columns)
-            rows = f"SELECT (i % 2)::{kind} AS x FROM range(3) r(i) UNION ALL SELECT '{cell}'::{kind}"
-            file.execute(f"CREATE TABLE t AS SELECT {cells} FROM ({rows})")
-        return len(read_coded(path, Dictionary(columns), spoilt="").columns["a"])
-
-    assert [kept(cell) for cell in (7, *_ENDS[kind])] == [3] * (1 + len(_ENDS[kind]))
-
-
 def test_rows_that_have_to_stay_have_gaps(tmp_path: Path) -> None:
     """Each for itself; the control is a number."""
     cells = ["1.5", "x", "", "nan", "1e999", "2"]

@@ -248,11 +248,10 @@ _FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
     "fsopen": (430, 430), "fsmount": (432, 432), "memfd_secret": (447, 447),
     "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
 }  # fmt: skip
-#: Of those what a program needs that starts others and speaks over a network; and the sockets that it may open: IPv4,
-#: IPv6, what asks the kernel for addresses, and pairs of streams, which unlike pairs of datagrams can be connected to
-#: nothing else. None is of this machine's own services.
+#: Of those what a program needs that starts others and speaks over a network; and the kinds of sockets that it may
+#: open: IPv4, IPv6, and what asks the kernel for addresses. None is of this machine's own services.
 _OF_CARRIERS = frozenset(("fork", "vfork", "execve", "execveat", "socket", "socketpair"))
-_INTERNET, _NETLINK, _ROUTES, _KIND, _STREAM = (2, 10), 16, 0, 0xF, 1
+_FAMILIES = (2, 10, 16)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 317), "aarch64": (1, 0xC00000B7, 220, 277)}
 _CLONE3, _CLONE_THREAD = 435, 0x10000
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -261,7 +260,7 @@ _EPERM, _ENOSYS = 1, 38
 
 def call_filter(carrier: bool = False) -> tuple[bytes, int]:
     """The seccomp filter as the kernel reads it, and the number of the call that installs it; nothing on machines that
-    it is not known for. carrier: of a program that starts others and opens sockets to a network."""
+    it is not known for. carrier: of a program that starts others and opens sockets of `_FAMILIES`."""
     known = _ARCHITECTURES.get(platform.machine())
     if known is None:
         return b"", 0
@@ -272,24 +271,20 @@ def call_filter(carrier: bool = False) -> tuple[bytes, int]:
     def step(code: int, yes: int, no: int, k: int) -> bytes:
         return struct.pack("=HBBI", code, yes, no, k)
 
-    load, equal, at_least, any_bit, masked, end = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-    allowed, refused = step(end, 0, 0, _ALLOW), step(end, 0, 0, _ERRNO | _EPERM)
+    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
     steps = [step(load, 0, 0, 4), step(equal, 1, 0, architecture), step(end, 0, 0, _KILL), step(load, 0, 0, 0)]
     steps += [step(at_least, 0, 1, 0x40000000), step(end, 0, 0, _KILL)]  # the x32 calls have other numbers
     for number in numbers:
-        steps += [step(equal, 0, 1, int(number or 0)), refused]
-    if carrier:  # arguments of a call begin at byte 16, 8 bytes each: family, kind, protocol
-        of_socket = [step(load, 0, 0, 16)]
-        for family in _INTERNET:
-            of_socket += [step(equal, 0, 1, family), allowed]
-        of_socket += [step(equal, 0, 3, _NETLINK), step(load, 0, 0, 32), step(equal, 0, 1, _ROUTES), allowed, refused]
-        of_pair = [step(load, 0, 0, 24), step(masked, 0, 0, _KIND), step(equal, 0, 1, _STREAM), allowed, refused]
-        for name, block in (("socket", of_socket), ("socketpair", of_pair)):
-            steps += [step(equal, 0, len(block), int(named[name] or 0)), *block]
-        return b"".join([*steps, allowed]), seccomp
+        steps += [step(equal, 0, 1, int(number or 0)), step(end, 0, 0, _ERRNO | _EPERM)]
+    if carrier:
+        steps += [step(equal, 0, 2 * len(_FAMILIES) + 2, int(named["socket"] or 0)), step(load, 0, 0, 16)]
+        for family in _FAMILIES:
+            steps += [step(equal, 0, 1, family), step(end, 0, 0, _ALLOW)]
+        return b"".join([*steps, step(end, 0, 0, _ERRNO | _EPERM), step(end, 0, 0, _ALLOW)]), seccomp
     steps += [step(equal, 0, 1, _CLONE3), step(end, 0, 0, _ERRNO | _ENOSYS)]  # its flags lie in memory: libc falls back
     steps += [step(equal, 0, 3, clone), step(load, 0, 0, 16), step(any_bit, 1, 0, _CLONE_THREAD)]
-    return b"".join([*steps, refused, allowed]), seccomp
+    steps += [step(end, 0, 0, _ERRNO | _EPERM), step(end, 0, 0, _ALLOW)]
+    return b"".join(steps), seccomp
 
 
 #: What a program needs besides to find others in a network, and what a site says of proxies on its way there.

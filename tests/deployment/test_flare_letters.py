@@ -588,17 +588,6 @@ try:
 except PermissionError:
     found["bus"] = None
 socket.socket(socket.AF_INET).close()
-socket.socketpair()[0].close()
-bus = "\\0datagrams-" + sys.argv[1]
-for what, opened in (
-    ("datagrams", lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].connect(bus)),
-    ("events", lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 15).close()),
-):
-    try:
-        found[what] = opened() or "reached"
-    except PermissionError:
-        found[what] = None
-socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).close()
 try:
     open("/proc/sys/kernel/core_pipe_limit", "r+").close()
     found["settings"] = os.getuid() == 0 or None  # of the machine, which are root's
@@ -625,19 +614,15 @@ def test_flares_process_sees_the_door_and_nothing_of_the_site(
     monkeypatch.setenv("PGPASSWORD", "of the database")
     keys = [path for path in east.path.iterdir() if path.is_file()]
     looked = [str(p) for p in (table, *keys, east.path, "/proc/self/environ", "/proc/1/environ")]
-    kinds = (socket.SOCK_STREAM, socket.SOCK_DGRAM)
-    bus, datagrams = (socket.socket(socket.AF_UNIX, kind) for kind in kinds)
-    with bus, datagrams, flare._around(east, Local(), sandbox) as start:
+    with socket.socket(socket.AF_UNIX) as bus, flare._around(east, Local(), sandbox) as start:
         bus.bind(f"\0{name}")
         bus.listen()
-        datagrams.bind(f"\0datagrams-{name}")
         done = start([sys.executable, "-P", "-c", _LOOKING, name, *looked])
         said, _ = done.communicate(timeout=120)
     found = json.loads(said.splitlines()[-1])
     assert found.pop("door") == REFUSED.decode()
     if sandbox == "off":
         assert (found["bus"], found["keyring"], found[str(table)]) == ("reached", True, table.read_text())
-        assert (found["datagrams"], found["events"]) == ("reached", "reached")
         assert "PGPASSWORD" in found["/proc/self/environ"]
         assert "correct horse" not in found["/proc/self/environ"]
         assert set(keys) <= {east.path / name for name in found[str(east.path)]}
