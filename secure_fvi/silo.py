@@ -138,6 +138,8 @@ class Silo:
         often the ledger was charged before, below which no count of questions may be drawn from. silent: under
         privacy, `view` is nobody's and goes into no answer: each is what stands for one that could not be computed."""
         self.name, self.program, self.view, self.size = name, program, view, view.size
+        if isinstance(view, SiloView):
+            self.view = view._replace(hides=self._hides)
         self._silent = silent
         self._sum, self.gate, self.limits, self._released = secure_sum, gate, limits or Limits(), released
         #: Told of the claim before anything is drawn; a silo that may be killed writes it down.
@@ -147,6 +149,8 @@ class Silo:
         #: Told why this silo's data could not answer, where nobody else is: a party among others' sets it. Where None,
         #: or where others see contributions, such a question is refused.
         self.on_unfit: Callable[[object], None] | None = None
+        #: Told that a sum at the end asked for numbers that are too large to tell.
+        self.on_hidden: Callable[[str], None] = lambda what: None
         self.begin()
 
     def __repr__(self) -> str:
@@ -160,6 +164,9 @@ class Silo:
         self.decided = -1
         self.past = Past()
         self.answer: Answer | None = None
+        #: Whether the sums at the end hear no more of this silo than that: of a number that is asked after again and
+        #: again where it passes what is told is its value.
+        self.hides = False
 
     @property
     def kept(self) -> Kept:
@@ -269,6 +276,13 @@ class Silo:
                     raise
                 self.on_unfit(self._said(error, broadcast) or f"round {broadcast.round}: {one_line(error)}")
         return Release(broadcast.sum_index, np.zeros(self.gate.table.size)), local, True
+
+    def _hides(self, past: bool) -> bool:
+        """See `SiloView.hides`."""
+        if past and not self.hides and not self.program.terms:
+            self.hides = True
+            self.on_hidden("what a sum at the end of the run asks of it is too large to tell")
+        return self.hides
 
     @property
     def keeps_to_itself(self) -> bool:

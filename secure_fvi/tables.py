@@ -218,12 +218,15 @@ def _unspoilt(found: Coded, missing: Missing, own: str) -> Coded:
 def with_gaps(files: Path | Mapping[str, Path], coding: Coding) -> Coded:
     """Every row of a table of numbers, NaN in cells that do not fit, of which `spoilt` says: for rows that have to stay
     where they are. Raises DataError for a table that cannot be read at all."""
-    found = check_table(files, coding)
+    # Of SQLite a cell alone is left out; of a file of lines it would be a line.
+    paths = files.values() if isinstance(files, Mapping) else [files]
+    found = check_table(files, coding, spoilt=all(_format(_regular(Path(path))) == "sqlite" for path in paths))
     columns = {name: values.astype(np.float64) for name, values in found.columns.items()}
     wrong = [finding for finding in found.findings if finding.what != _AGAIN]
     for finding in wrong:
         columns[finding.column][finding.rows - 1] = np.nan
-    return found._replace(columns=columns, findings=(), spoilt=tuple(finding.line() for finding in wrong))
+    lines = tuple(finding.line() for finding in wrong)
+    return found._replace(columns=columns, findings=(), spoilt=(*found.spoilt, *lines))
 
 
 def _gaps(found: Coded) -> dict[str, int]:
@@ -385,7 +388,7 @@ def _fetched(
     coded, out = [], []
     for i, (name, column) in enumerate(columns.items()):
         cell, kind = f"c{list(table.types).index(name)}", table.types[name]
-        coded += [f"{_value(cell, column, kind)} AS r{i}", cell]
+        coded += [f"TRY({_value(cell, column, kind)}) AS r{i}", cell]
         fits, nothing = [f"r{i} IS NOT NULL", *_inside(f"r{i}", column)], "''" if column.kind == "id" else "0"
         gap = _gap(cell, column, kind)
         text = column.kind in ("number", "integer") and kind == "VARCHAR"
@@ -396,7 +399,8 @@ def _fetched(
         code = _is_code(_text(cell, kind)) if column.kind == "id" else "false"
         wrong = f"WHEN {gap} THEN 1 WHEN {comma} THEN 4 WHEN {code} THEN 5 WHEN r{i} IS NULL THEN 2 ELSE 3"
         how = f"CASE WHEN {' AND '.join(fits)} THEN 0 {wrong} END"
-        out += [f"coalesce(r{i}, {nothing}) AS v{i}", f"({how})::UTINYINT AS s{i}"]
+        # What is past a type's range, such as abs() of its least number, fails for its own cell and not for the table.
+        out += [f"coalesce(r{i}, {nothing}) AS v{i}", f"coalesce(TRY({how}), 2)::UTINYINT AS s{i}"]
     found = table.fetch(f"SELECT {', '.join(out)} FROM (SELECT {', '.join(dict.fromkeys(coded))} FROM {table.rows})")
     values, status = {}, {}
     for i, (name, column) in enumerate(columns.items()):
@@ -409,7 +413,7 @@ def _fetched(
 def _text(cell: str, kind: str) -> str:
     """SQL for a cell as text without blanks at its ends; whole numbers have no point, however they are stored."""
     if _NUMERIC.fullmatch(kind):
-        whole = f"{cell} = trunc({cell}) AND abs({cell}) < {TOLD_APART}"
+        whole = f"{cell} = trunc({cell}) AND abs(CAST({cell} AS DOUBLE)) < {TOLD_APART}"
         text = f"WHEN {whole} THEN CAST(TRY_CAST({cell} AS BIGINT) AS VARCHAR) ELSE CAST({cell} AS VARCHAR)"
         return f"CASE {f'WHEN isnan({cell}) THEN NULL ' if kind in _FLOATS else ''}{text} END"
     return f"trim(CAST({cell} AS VARCHAR), {_BLANKS})"
@@ -535,7 +539,7 @@ def _renumbered(
 @dataclasses.dataclass(frozen=True)
 class Opened:
     """Tables that were let in. rows: SQL for the rows in use, with columns c0, c1, ...; types: DuckDB's, by name;
-    left_out: what was before the query saw it, but for lines of a CSV."""
+    left_out: what could not be read before the query saw it, but for lines of a CSV."""
 
     connection: duckdb.DuckDBPyConnection
     rows: str
@@ -558,8 +562,8 @@ def opened(
 ) -> Iterator[Opened]:
     """The rows of `query` over `files`, or of the only table in them. Raises DataError for a file that cannot be read
     and InputError for a query that is not one plain SELECT. spoilt: lines of a CSV and records of JSON that cannot be
-    read, and rows of SQLite with a cell of another type than their column's, are left out, and what the query cannot
-    work out of a row is a gap (`_tried`).
+    read are left out; cells of SQLite of another type than their column's, and what the query cannot work out of a row
+    (`_tried`), are gaps.
     columns: by JSON file, what a query sees of it; without, all keys of its records, so that one with a key of its own
     may change what a name in the query means for all: for a look at a table, not for a job."""
     named = {TABLE: files} if not isinstance(files, Mapping) else dict(files)
@@ -582,7 +586,9 @@ def opened(
         connection.execute("SET enable_progress_bar = false")  # it would go to the standard output
         connection.execute("SET TimeZone = 'UTC'")  # the machine's would decide on which day a time lies
         # A TRY_CAST that is done while a CSV is read is none any more: it fails, or its line counts as unreadable.
-        connection.execute("SET disabled_optimizers = 'type_pushdown'")
+        # What stands twice within TRY, or is looked for in a long list, is worked out outside of it, and fails there.
+        more = ",common_subexpressions,in_clause" if spoilt else ""
+        connection.execute(f"SET disabled_optimizers = 'type_pushdown{more}'")
         left_out: list[str] | None = [] if spoilt else None
         tables = [
             table
@@ -752,10 +758,12 @@ def _check_names(connection: duckdb.DuckDBPyConnection, query: str) -> None:
 
 
 def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
-    """A query that was looked through, with TRY_CAST for CAST and TRY about what it works out of a row's cells: NULL
-    where these are not for that, so that the row fails alone. As the query alone says, not any row."""
+    """A query that was looked through, with TRY_CAST for CAST and TRY about what it works out of a row's cells, or
+    compares them with, for which DuckDB casts them: NULL where these are not for that, so that the row fails alone. As
+    the query alone says, not any row."""
     alone = {name for (name,) in connection.execute(_OF_A_ROW).fetchall()} | _MACROS - _OF_ROWS
     tree = json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
+    joined = any(part.get("type") == "JOIN" or part.get("class") == "SUBQUERY" for part in _parts(tree))
 
     def tried(part: Any) -> tuple[Any, bool]:
         """It, and whether TRY may stand about it: nothing in it is of several rows."""
@@ -773,12 +781,20 @@ def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
             made[name] = part[name]  # of a table, and names of parameters
         if kind == "FUNCTION" and may:
             may = part["function_name"].lower() in alone
-            if may:
-                made = {"class": "OPERATOR", "type": "OPERATOR_TRY", "alias": part["alias"], "children": [made]}
+        compared = kind in ("COMPARISON", "BETWEEN") and (not joined or _fixed(part))
+        if may and (compared or kind in ("FUNCTION", "OPERATOR", "CASE")):
+            made = {"class": "OPERATOR", "type": "OPERATOR_TRY", "alias": part["alias"], "children": [made]}
         return made, may
 
     made = json.dumps(tried(tree)[0])
     return str(connection.execute("SELECT json_deserialize_sql(?::JSON)", [made]).fetchall()[0][0])
+
+
+def _fixed(comparison: Mapping[str, Any]) -> bool:
+    """Whether a side of it is the same in all rows: others may be what tables are joined by, which DuckDB does not do
+    quickly by what is tried."""
+    sides = [comparison[side] for side in ("left", "right", "lower", "upper") if side in comparison]
+    return any(all(part.get("class") != "COLUMN_REF" for part in _parts(side)) for side in sides)
 
 
 def _unordered(part: Mapping[str, Any]) -> str:
@@ -1064,8 +1080,8 @@ def _copy(
     typed: bool,
     left_out: list[str] | None,
 ) -> None:
-    """typed: by the columns' declared types. A row with a cell of another is left out, and `left_out` is told of it.
-    Raises DataError for it where that is None."""
+    """typed: by the columns' declared types. A cell of another is a gap, and `left_out` is told of it. Raises DataError
+    for it where that is None."""
     rows = file.execute(f"SELECT * FROM {_identifier(inner)}")
     columns = [d[0] for d in rows.description]
     said = dict(file.execute("SELECT name, type FROM pragma_table_xinfo(?)", (inner,)).fetchall())
@@ -1077,16 +1093,14 @@ def _copy(
     begin = 1
     kinds = [bytes if t == "BLOB" else d[0] if typed else str for t, d in zip(types, declared, strict=True)]
     while block := rows.fetchmany(50_000):
-        bad = set[int]()
+        cells = {}
         for i, values in enumerate(zip(*block, strict=True)):
-            for at in [k for k, cell in enumerate(values) if not _holds(kinds[i], cell)]:
-                wrong.setdefault(columns[i], []).append(begin + at)
-                bad.add(at)
+            bad = [at for at, cell in enumerate(values) if not _holds(kinds[i], cell)]
+            if bad:
+                wrong.setdefault(columns[i], []).extend(begin + at for at in bad)
+            cells[f"c{i}"] = _as_objects(values, types[i])
+            cells[f"c{i}"][bad] = None
         begin += len(block)
-        kept = [row for at, row in enumerate(block) if at not in bad] if bad else block
-        if not kept:
-            continue
-        cells = {f"c{i}": _as_objects(values, types[i]) for i, values in enumerate(zip(*kept, strict=True))}
         connection.register("block", cells)
         casts = ", ".join(f"CAST(c{i} AS {t})" for i, t in enumerate(types))
         connection.execute(f"INSERT INTO {table} SELECT {casts} FROM block")

@@ -57,6 +57,8 @@ class SiloView(NamedTuple):
     silo_draws: KeyedDraws
     hiding_draws: KeyedDraws  # of what stands for numbers that are not told (`hiding`)
     turn: int = 0  # the silo's own count of questions, from 0: what keys its draws, and no number that the server names
+    #: Told whether a number is too large to tell (`hiding`); whether no later question hears more than that.
+    hides: Callable[[bool], bool] = bool
 
 
 #: The phase of algorithms whose round is one sum.

@@ -158,10 +158,12 @@ class Refiner:
         return torch.cat([found, over(z[::AGAIN], 1)] if self.again else [found]).numpy()
 
     def told(self, nats: FloatArray, view: SiloView) -> FloatArray:
-        """As they leave: relative to those at q's mean, which come first; if one is out of range, all are hidden."""
+        """As they leave: relative to those at q's mean, which come first; if one is out of range, or was in an
+        earlier answer, all are hidden."""
         with np.errstate(invalid="ignore"):
             relative = np.append(nats[:1], nats[1:] - nats[0])
-        far = np.full(len(nats), hiding.past(relative, hiding.told_up_to(self.block)).any())
+        past = bool(hiding.past(relative, hiding.told_up_to(self.block)).any())
+        far = np.full(len(nats), view.hides(past) or past)
         sent = hiding.hidden(relative, far, self.block, hiding.uniforms(view, 2 * len(nats)))
         return sent.reshape(self.block.shape)
 

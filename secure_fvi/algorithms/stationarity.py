@@ -24,7 +24,7 @@ from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
 from secure_fvi.algorithms.natural import Natural, from_moments
-from secure_fvi.algorithms.weighing import as_told, spare
+from secure_fvi.algorithms.weighing import as_told, spare, too_large
 from secure_fvi.compiled import Traced
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.objective import SiloFunction, silo_gradient
@@ -79,8 +79,10 @@ def final_draws(seed: int, n: int, full: bool, few: bool = False) -> Tensor:
 
 def as_sent(problem: Problem, table: BlockTable, found: FloatArray, view: SiloView) -> FloatArray:
     """A silo's `found` for the blocks above and of `weighing`, as it may leave (`hiding`). Where one number of its
-    slope is past what is told all of them are hidden: which ones are would say more."""
+    slope is past what is told all of them are hidden: which ones are would say more. And all of `found` is where an
+    earlier answer had such a number."""
     blocks, sent = {b.name: b for b in table.blocks}, []
+    found = np.full_like(found, np.nan) if view.hides(False) else found
     own = sum(blocks[name].size for group in TOLD_TOGETHER for name in group)
     nats = found[own // 2 :]
     drawn = hiding.uniforms(view, own + spare(problem.layout, len(nats)))
@@ -88,10 +90,12 @@ def as_sent(problem: Problem, table: BlockTable, found: FloatArray, view: SiloVi
     for group in TOLD_TOGETHER:
         most, size = hiding.told_up_to(blocks[group[0]]), sum(blocks[name].size for name in group) // 2
         far = hiding.past(values[:size], most).any()
+        view.hides(bool(far))
         for block in map(blocks.__getitem__, group):
             (mine, values), (its, rest) = np.split(values, [block.size // 2]), np.split(rest, [block.size])
             sent.append(hiding.hidden(mine, np.full(len(mine), far), block, its))
     if len(nats):
+        view.hides(too_large(problem, nats))
         sent.append(as_told(problem, nats, drawn[own:]))
     return np.concatenate(sent)
 

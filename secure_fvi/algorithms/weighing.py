@@ -196,6 +196,13 @@ def as_told(problem: Problem, nats: FloatArray, drawn: FloatArray) -> FloatArray
     return hiding.hidden(relative, far, block, drawn[len(ways) :])
 
 
+def too_large(problem: Problem, nats: FloatArray) -> bool:
+    """Whether a number is hidden that is told of an ordinary q: along lines and of shells many are not."""
+    with np.errstate(invalid="ignore"):
+        near = nats[: 1 + 2 * HALF] - nats[0]
+    return bool(hiding.past(near, hiding.told_up_to(block_of(problem))).any())
+
+
 def points(problem: Problem, q: Natural) -> Points:
     half = server_draws(problem.seed).normals(_DRAWS, HALF * q.n)[0].reshape(2, HALF // 2, q.n)
     half = half / half.square().mean(1, keepdim=True).sqrt()

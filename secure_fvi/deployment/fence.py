@@ -248,10 +248,11 @@ _FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
     "fsopen": (430, 430), "fsmount": (432, 432), "memfd_secret": (447, 447),
     "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
 }  # fmt: skip
-#: Of those what a program needs that starts others and speaks over a network; and the kinds of sockets that it may
-#: open: IPv4, IPv6, and what asks the kernel for addresses. None is of this machine's own services.
+#: Of those what a program needs that starts others and speaks over a network; and the sockets that it may open: IPv4,
+#: IPv6, and what asks the kernel for addresses (of its family protocol 0, others tell of the machine's devices and
+#: connections). And pairs of streams, which go nowhere else: one of datagrams sends to any service of the machine.
 _OF_CARRIERS = frozenset(("fork", "vfork", "execve", "execveat", "socket", "socketpair"))
-_FAMILIES = (2, 10, 16)
+_FAMILIES, _NETLINK, _STREAM = (2, 10), 16, 1
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 317), "aarch64": (1, 0xC00000B7, 220, 277)}
 _CLONE3, _CLONE_THREAD = 435, 0x10000
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -260,7 +261,7 @@ _EPERM, _ENOSYS = 1, 38
 
 def call_filter(carrier: bool = False) -> tuple[bytes, int]:
     """The seccomp filter as the kernel reads it, and the number of the call that installs it; nothing on machines that
-    it is not known for. carrier: of a program that starts others and opens sockets of `_FAMILIES`."""
+    it is not known for. carrier: of a program that starts others and opens sockets as above."""
     known = _ARCHITECTURES.get(platform.machine())
     if known is None:
         return b"", 0
@@ -277,10 +278,14 @@ def call_filter(carrier: bool = False) -> tuple[bytes, int]:
     for number in numbers:
         steps += [step(equal, 0, 1, int(number or 0)), step(end, 0, 0, _ERRNO | _EPERM)]
     if carrier:
-        steps += [step(equal, 0, 2 * len(_FAMILIES) + 2, int(named["socket"] or 0)), step(load, 0, 0, 16)]
-        for family in _FAMILIES:
-            steps += [step(equal, 0, 1, family), step(end, 0, 0, _ALLOW)]
-        return b"".join([*steps, step(end, 0, 0, _ERRNO | _EPERM), step(end, 0, 0, _ALLOW)]), seccomp
+        let, refuse = step(end, 0, 0, _ALLOW), step(end, 0, 0, _ERRNO | _EPERM)
+        family, kind, protocol = (step(load, 0, 0, at) for at in (16, 24, 32))  # the call's arguments
+        opened = [family, *(part for number in _FAMILIES for part in (step(equal, 0, 1, number), let))]
+        opened += [step(equal, 0, 3, _NETLINK), protocol, step(equal, 0, 1, 0), let, refuse]
+        paired = [kind, step(0x54, 0, 0, 0xF), step(equal, 0, 1, _STREAM), let, refuse]  # without what may be or-ed in
+        for name, asked in (("socket", opened), ("socketpair", paired)):
+            steps += [step(equal, 0, len(asked), int(named[name] or 0)), *asked]
+        return b"".join([*steps, let]), seccomp
     steps += [step(equal, 0, 1, _CLONE3), step(end, 0, 0, _ERRNO | _ENOSYS)]  # its flags lie in memory: libc falls back
     steps += [step(equal, 0, 3, clone), step(load, 0, 0, 16), step(any_bit, 1, 0, _CLONE_THREAD)]
     steps += [step(end, 0, 0, _ERRNO | _EPERM), step(end, 0, 0, _ALLOW)]

@@ -112,6 +112,7 @@ _UNFIT, _LONGEST = "unfit", 2000
 #: What comes of it.
 _UNUSED = "none of them is used in this job, which is charged like any other, and what leaves is noise"
 _LEFT_OUT = "the job goes on without the records that cannot be read, and with the others as they are"
+_HID = "it is hidden, and so is all of this silo that the job asks for at its end from then on"
 _SPOILT = (
     "no total of this job with this silo in it comes about any more, and why is told to nobody; whose data it was "
     "shows where others' totals come about without it"
@@ -120,7 +121,7 @@ _SPOILT = (
 
 class Unfit:
     """Of one job. whole: none of its site's records is used in it any more, whatever is mended meanwhile. spoilt: it
-    spoils the job's totals; data_set: on which."""
+    spoils the job's totals; hid: it hid what was too large to tell; data_set: on which."""
 
     def __init__(self, folder: Path, silo: str, data_set: str = "") -> None:
         """As it stands in the job's `folder`, if it does."""
@@ -128,6 +129,7 @@ class Unfit:
         found = json.loads(self._path.read_text()) if self._path.exists() else {}
         self.whole, self._lines = bool(found.get("whole")), list[str](found.get("lines", ()))
         self.spoilt, self.data_set = bool(found.get("spoilt")), str(found.get("data_set", data_set))
+        self.hid = bool(found.get("hid"))
 
     @property
     def said(self) -> str:
@@ -135,25 +137,27 @@ class Unfit:
         return self._with_remedy("; ".join(self._lines)) if self._lines else ""
 
     @property
-    def others_spoilt(self) -> list[str]:
-        """The other jobs on this data set whose totals it spoilt."""
+    def others(self) -> list[str]:
+        """The other jobs on this data set whose totals it spoilt, or of which it hid what they asked."""
         files = [path for path in self._path.parent.parent.glob(f"*/{_UNFIT}") if path != self._path]
         found = {path.parent.name: Unfit(path.parent, self._silo) for path in files}
-        return sorted(job for job, one in found.items() if one.spoilt and one.data_set == self.data_set)
+        return sorted(j for j, one in found.items() if (one.spoilt or one.hid) and one.data_set == self.data_set)
 
-    def tell(self, what: object, whole: bool = False, spoilt: bool = False) -> None:
+    def tell(self, what: object, whole: bool = False, spoilt: bool = False, hid: bool = False) -> None:
         """Write it down, for good, and log it."""
         line = printable(str(what).removeprefix(f"silo '{self._silo}': "), _LONGEST)
-        if line not in self._lines or whole > self.whole or spoilt > self.spoilt:
+        if line not in self._lines or whole > self.whole or spoilt > self.spoilt or hid > self.hid:
             self._lines, self.whole = list(dict.fromkeys([*self._lines, line])), self.whole or whole
-            self.spoilt = self.spoilt or spoilt
-            held = {"whole": self.whole, "spoilt": self.spoilt, "data_set": self.data_set, "lines": self._lines}
+            self.spoilt, self.hid = self.spoilt or spoilt, self.hid or hid
+            held: dict[str, object] = {"whole": self.whole, "spoilt": self.spoilt, "hid": self.hid}
+            held |= {"data_set": self.data_set, "lines": self._lines}
             write_atomically(self._path, json.dumps(held).encode(), private=True)
         _log.error("%s", self._with_remedy(line))
 
     def _with_remedy(self, what: str) -> str:
         job = self._path.parent.name
+        so = _SPOILT if self.spoilt else _HID if self.hid else _UNUSED if self.whole else _LEFT_OUT
         return (
             f"the data of '{self._silo}' do not fit job '{job}', which nobody else is told: {what}; "
-            f"{_SPOILT if self.spoilt else _UNUSED if self.whole else _LEFT_OUT}. Put them right before the next job"
+            f"{so}. Put them right before the next job"
         )

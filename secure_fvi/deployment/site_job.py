@@ -70,7 +70,7 @@ from secure_fvi.privacy.settings import RecordDP, exact_totals
 from secure_fvi.runs.config import Config, title
 from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import formula_part, schema_beforehand, silo_part
-from secure_fvi.silo import Limits, Silo, silo_view
+from secure_fvi.silo import UNANSWERABLE, Limits, Silo, silo_view
 
 if TYPE_CHECKING:
     from secure_fvi.mixed_model import MixedModel
@@ -472,7 +472,12 @@ class SiteJob:
             silo = begun()
         silo.on_event = self._tell
         silo.on_unfit = functools.partial(self.unfit.tell, spoilt=True)
-        others = self.unfit.others_spoilt
+        silo.hides = self.unfit.hid
+        if silo.keeps_to_itself:
+            silo.on_hidden = functools.partial(self.unfit.tell, hid=True)
+        elif not plain:
+            silo.on_hidden = functools.partial(self._tell, UNANSWERABLE)
+        others = self.unfit.others
         if silo.keeps_to_itself and (self.unfit.spoilt or len(others) >= policy.max_unanswered):
             silo.past = silo.past._replace(failed=True)
             if not self.unfit.spoilt:

@@ -210,6 +210,14 @@ def test_nobody_refuses_a_final_q(algorithm: Any) -> None:
         assert hiding.unreadable(_ask(scale, algorithm).total[WEIGHED], _table(len(SIZES)).blocks[3]).any()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_at_an_ordinary_q_no_silo_hides(name: str) -> None:
+    """Of the numbers that count, though along lines some always are hidden. The control: further out all do."""
+    for scale, hides in ((0.05, False), (1e6, True)):
+        assert [silo.hides for silo in _ask(scale, ALGORITHMS[name]).silos.values()] == [hides] * len(SIZES)
+
+
 def test_the_control_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sent as they are, numbers past the bound are refused."""
     monkeypatch.setattr(stationarity.hiding, "hidden", lambda values, *_: np.append(values, 0.0 * values))
@@ -322,6 +330,31 @@ def _as_it_was(values: FloatArray, where: Any, block: Block, uniforms: FloatArra
     return np.where(np.tile(where, 2), drawn, np.concatenate([np.where(where, 0.0, values), np.zeros(len(values))]))
 
 
+@pytest.mark.parametrize("what", ["nothing", "along lines", "the bound", "the slope", "a draw"])
+def test_once_a_silo_hid_something_it_hides_all_and_its_site_hears(what: str) -> None:
+    """Where the server moves q until one silo's number is hidden is that number: 28 jobs gave the largest silo's sum of
+    squares to 0.1%. The controls are what is hidden in every ordinary run, and nothing."""
+    table, silo, heard = _table(3), _parties()[1].silos["silo-1"], list[str]()
+    nats = sum(block.size for block in table.blocks[:3]) // 2
+    places = {
+        "the bound": 0,
+        "the slope": 1,
+        "a draw": nats + 5,
+        "along lines": slice(nats + 1 + 2 * weighing.HALF, None),
+    }
+    large = np.zeros(table.size // 2)
+    large[places.get(what, slice(0))] = -1e15
+    silo.begin()
+    silo.on_hidden = heard.append
+    stationarity.as_sent(_problem(3), table, large, silo.view)
+    after = table.split(stationarity.as_sent(_problem(3), table, np.zeros(len(large)), silo.view))
+    hid = what not in ("nothing", "along lines")
+    assert len(heard) == hid
+    for block in table.blocks:
+        assert (hiding.unreadable(after[block.name], block) == hid).all()
+    silo.begin()
+
+
 @pytest.mark.parametrize(
     ("way", "kind", "silos"),
     [(way, "64", silos) for way in ("control", "hidden") for silos in (3, 5, 20)] + [("hidden", "bfv", 3)],
@@ -335,7 +368,7 @@ def test_the_lowest_bits_of_a_ring_total_say_nothing(
         monkeypatch.setattr(hiding, "hidden", _as_it_was)
     table, rng = _table(silos), np.random.default_rng(1)
     encode, count = _ring(kind, table, silos), table.size // 2
-    view = _parties()[1].silos["silo-1"].view
+    view = _parties()[1].silos["silo-1"].view._replace(hides=bool)
     send = functools.partial(stationarity.as_sent, _problem(silos), table)
     totals, others = [], []
     for turn in (0, 1):

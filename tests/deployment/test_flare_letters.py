@@ -587,6 +587,27 @@ try:
         found["bus"] = "reached"
 except PermissionError:
     found["bus"] = None
+try:  # a datagram's socket is one of the machine's, also where it comes as one of a pair
+    one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    one.connect("\\0" + sys.argv[1] + "-of-datagrams")
+    one.send(b"here")
+    found["datagrams"] = "reached"
+except PermissionError:
+    found["datagrams"] = None
+try:
+    socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4).close()
+    found["connections"] = "told"  # of all processes
+except PermissionError:
+    found["connections"] = None
+for family, kind, protocol in ((16, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0), (10, socket.SOCK_STREAM, 0)):
+    try:
+        socket.socket(family, kind, protocol).close()
+    except PermissionError:
+        found["refused"] = family
+    except OSError:
+        pass  # a machine without IPv6
+for end in socket.socketpair():
+    end.close()
 socket.socket(socket.AF_INET).close()
 try:
     open("/proc/sys/kernel/core_pipe_limit", "r+").close()
@@ -614,15 +635,18 @@ def test_flares_process_sees_the_door_and_nothing_of_the_site(
     monkeypatch.setenv("PGPASSWORD", "of the database")
     keys = [path for path in east.path.iterdir() if path.is_file()]
     looked = [str(p) for p in (table, *keys, east.path, "/proc/self/environ", "/proc/1/environ")]
-    with socket.socket(socket.AF_UNIX) as bus, flare._around(east, Local(), sandbox) as start:
+    letters = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with letters, socket.socket(socket.AF_UNIX) as bus, flare._around(east, Local(), sandbox) as start:
         bus.bind(f"\0{name}")
         bus.listen()
+        letters.bind(f"\0{name}-of-datagrams")
         done = start([sys.executable, "-P", "-c", _LOOKING, name, *looked])
         said, _ = done.communicate(timeout=120)
     found = json.loads(said.splitlines()[-1])
     assert found.pop("door") == REFUSED.decode()
     if sandbox == "off":
         assert (found["bus"], found["keyring"], found[str(table)]) == ("reached", True, table.read_text())
+        assert (found["datagrams"], found["connections"], letters.fileno()) == ("reached", "told", -1)
         assert "PGPASSWORD" in found["/proc/self/environ"]
         assert "correct horse" not in found["/proc/self/environ"]
         assert set(keys) <= {east.path / name for name in found[str(east.path)]}

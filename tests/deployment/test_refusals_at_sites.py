@@ -43,6 +43,7 @@ from secure_fvi.deployment.certificates import general_name, is_p256, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Sums, write_roster
 from secure_fvi.deployment.countersigning import open_ledger, open_trail, open_witness
 from secure_fvi.deployment.deciding import job_entry
+from secure_fvi.deployment.going import Unfit
 from secure_fvi.deployment.holding import DurableSilo
 from secure_fvi.deployment.home import Home, check_private
 from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
@@ -695,6 +696,34 @@ def test_the_last_message_of_countersigning_opens_no_door_by_itself(world: World
             site.handle("", kept[1])
         with raises(SessionLost, "records were not countersigned first"):
             site.handle(offer.job, join)
+
+
+@pytest.mark.parametrize("hid", [2, 3])
+def test_jobs_of_which_a_silo_hid_what_they_asked_are_counted(world: World, tmp_path: Path, hid: int) -> None:
+    """That a number at the end of a run was too large to tell is a bit of a silo's records, job after job. After three
+    its site answers none, without a word to others. The controls: after two; and on another data set."""
+    offer, join = _offered(world, tmp_path)
+    hub, home = world.homes["hub"], world.homes["east"]
+    for k in range(hid + 3):
+        (home.state_folder / "jobs" / f"before-{k}").mkdir(parents=True)
+        data_set = offer.data_set if k < hid else "another"
+        Unfit(home.state_folder / "jobs" / f"before-{k}", "east", data_set).tell("too large", hid=True)
+    with closing(Site(home, Local())) as site:
+        countersigned(hub, site)
+        joined = CODEC.unpack(site.handle(offer.job, join), Joined)
+        nonces = [joined.nonce if silo == "east" else bytes(32) for silo in offer.silos]
+        opening = Open(list(offer.silos), nonces, schema_digest(unpack_schema(joined.schema)), 0, b"", 3, 0)
+        site.handle(offer.job, OPEN + CODEC.pack(opening))
+        job = site._open_job(offer.job)
+        assert isinstance(job, SiteJob)
+        assert job.party is not None
+        assert job.party.silo.past.failed == (hid == 3)
+        if hid == 2:
+            assert not job.unfit.said
+            job.party.silo.view.hides(True)
+            assert "too large to tell; it is hidden" in job.unfit.said
+            assert Unfit(home.state_folder / "jobs" / offer.job, "east").hid
+        assert list(site._trail.chain.jobs[offer.job].omissions) == []
 
 
 def _asks(world: World, folder: Path, number: int, records: int) -> tuple[int, bytes]:
