@@ -269,7 +269,11 @@ def remedy(findings: Iterable[Finding]) -> str:
             'has several rows, give it kind = "id" in the dictionary, without unique'
         )
     if _UNREADABLE["boolean"] in found:
-        return "; truth values are true and false: levels that say otherwise are of cells that are text"
+        return (
+            f"; truth values are true and false, or 1 and 0: where cells of '{found[_UNREADABLE['boolean']]}' say it "
+            'otherwise, name what they say in the dictionary, no before yes, as in levels = ["no", "yes"]; cells that '
+            "are stored as truth values say true and false alone"
+        )
     if _UNREADABLE["date"] in found:
         return "; a date is written 2024-12-31: where a time of day follows, the first 10 characters are its day"
     if _UNREADABLE["id"] in found:

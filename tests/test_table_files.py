@@ -304,7 +304,9 @@ def test_a_type_that_a_file_has_changes_no_code(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("b\ntrue\nfalse\n")
     assert read_coded(tmp_path / "t.csv", CODING, only=["b"]).columns["b"].tolist() == [0.0, 1.0]
     assert typed("true, false", "b")["b"].tolist() == [0.0, 1.0]
-    with pytest.raises(DataError, match=r"'yes': neither of its two values in 2 rows .*levels that say otherwise"):
+    with pytest.raises(
+        DataError, match=r"'yes': neither of its two values in 2 rows .*stored as truth values say true and false alone"
+    ):
         typed("true, false", "yes")
     days = typed("TIMESTAMP '2020-01-05', TIMESTAMP '9999-12-31'", "seen")["seen"]
     assert days.tolist() == [18266.0]

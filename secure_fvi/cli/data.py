@@ -421,7 +421,7 @@ def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Col
         review = _both(review, "two values: a boolean or a category with levels, or a number?")
     if whole and _AS_DATES[0] <= low <= high <= _AS_DATES[1]:
         review = _both(review, "dates without marks? Write them as 2024-12-31 in a query")
-    if whole and low == high:
+    if low == high:
         review = _both(review, _ALONE)
     if whole and low == 1 and 2 < about["kinds"] == high <= _MOST_LEVELS and 2 * high < about["cells"]:
         guess = f"every number from 1 to {high:g} is there: a number, or codes of a category, which are its levels?"

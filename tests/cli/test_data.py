@@ -156,6 +156,7 @@ WRITTEN: list[tuple[list[str], str, tuple[str, ...], str]] = [
     (["Yes", "yes", "no"], "category", (), "'Yes' and 'yes' differ in case alone"),
     (["yes"], "category", (), "one value alone"),
     (["0"], "boolean", (), "one value alone"),
+    (["27.5"], "number", (), "one value alone"),
     (["1,137", "12", "13,400"], "id", (), "numbers with a comma"),
     (["1.137", "12", "13.400"], "number", (), "three digits behind every point"),
     (["1.137,50", "12,5"], "id", (), "numbers with points between thousands"),
