@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,7 @@ def test_quiet_leaves_errors(capsys: pytest.CaptureFixture[str]) -> None:
 def test_another_members_file_moves_no_cursor(tmp_path: Path, chain: Any, verify: list[str]) -> None:
     """Whose it is says the file itself. The control is that name as it is, which clears the screen."""
     name, own = "a\x1b[2J\x1b[1;1Hverified\nfake line", Identity()
-    with closing(Writer.open(tmp_path / "f.sqlite", chain(name), lambda begun: own, "", create=True, clock=time.time)):
-        pass
+    Writer.open(tmp_path / "f.sqlite", chain(name), lambda begun: own, "", create=True, clock=time.time).file.close()
     said = CliRunner().invoke(cli, [*verify, str(tmp_path / "f.sqlite")], color=True).output
     assert "a?[2J?[1;1Hverified?fake line" in said
     assert "\x1b" not in said
