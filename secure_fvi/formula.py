@@ -48,7 +48,7 @@ _MOST_DEGREE = 40
 #: Records of one site under which what they alone have is warned of; so many such things are named.
 FEW, _FEW_NAMED = 10, 12
 #: Which share of a sum of squares is nearly all of it.
-_NEARLY = 0.99
+_NEARLY = 0.95
 _STATEFUL = ("bs", "center", "poly", "scale", "standardize")
 _ROWWISE = ("C", "I", "abs", "exp", "log", "log10", "log1p", "log2", "sqrt")
 _REFUSED = {
