@@ -759,7 +759,7 @@ def few_records(
         own = np.bincount(whose, (sizes / max(sizes.max(), np.finfo(float).tiny)) ** 2)
         order = own.argsort()[::-1]
         most = order[: 1 + int((own[order].cumsum() < _NEARLY * own.sum()).sum())]
-        if 2 * len(most) <= len(own):
+        if sizes.any() and 2 * len(most) <= len(own):
             look(f"nearly all of {what}", np.isin(whose, most))
 
     counts_for = np.ones(rows)
@@ -804,7 +804,7 @@ def few_records(
     for design, groups in zip(designs, within, strict=True):
         for name, values in zip(design.names, design.matrix(columns, rows).T, strict=True):
             if rows:
-                weigh(f"'{name}'{' as weighed' if parsed.additions else ''}", values * counts_for)
+                weigh(f"'{name}'{' as weighed' if parsed.additions else ''}", (values - np.median(values)) * counts_for)
             for where, group in groups:
                 different, counts = np.unique(values[group], return_counts=True)
                 if len(different) > 1:
