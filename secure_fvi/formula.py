@@ -47,6 +47,8 @@ _LONGEST, _MOST_RANDOM, _MOST_TERMS, _MOST_COLUMNS = 4000, 20, 1000, 1000
 _MOST_DEGREE = 40
 #: Records of one site under which what they alone have is warned of; so many such things are named.
 FEW, _FEW_NAMED = 10, 12
+#: Which share of a sum of squares is nearly all of it.
+_NEARLY = 0.95
 _STATEFUL = ("bs", "center", "poly", "scale", "standardize")
 _ROWWISE = ("C", "I", "abs", "exp", "log", "log10", "log1p", "log2", "sqrt")
 _REFUSED = {
@@ -733,7 +735,8 @@ def few_records(
 ) -> list[str]:
     """What of a formula fewer than `few` records of one site have, in words, with their number: a level of a category,
     a group of those `shared`, which span sites, and whatever else sets a column of a design to another value than most
-    have, in all rows or in those of such a group; two levels together, where an effect is of both. For that site alone.
+    have, in all rows or in those of such a group; two levels together, where an effect is of both; weights or trials
+    above 0, and nearly all of the squares of such a column or expression. For that site alone.
 
     Where no other site has such rows, that coordinate of a total without differential privacy is these records' own.
     `columns` (N,) each: coded by the dictionary. record: the group of which each is a record, None where a row is."""
@@ -751,10 +754,30 @@ def few_records(
         if 0 < len(of) < few:
             found.setdefault(of, f"{what} ({len(of)})")
 
+    def weigh(what: str, values: npt.NDArray[Any]) -> None:
+        sizes = np.abs(values.astype(float))
+        own = np.bincount(whose, (sizes / max(sizes.max(), np.finfo(float).tiny)) ** 2)
+        order = own.argsort()[::-1]
+        most = order[: 1 + int((own[order].cumsum() < _NEARLY * own.sum()).sum())]
+        if sizes.any() and 2 * len(most) <= len(own):
+            look(f"nearly all of {what}", np.isin(whose, most))
+
+    counts_for = np.ones(rows)
     if rows:
         look("rows at all", np.ones(rows, bool))
+        for name, text in parsed.additions.items():
+            expression = Expression(text, formula, dictionary)(columns, rows)
+            look(f"{name}({text}) above 0", expression > 0)
+            weigh(f"{name}({text})", expression)
+            counts_for = counts_for * expression
+        for text in parsed.offsets:
+            weigh(f"offset({text})", Expression(text, formula, dictionary)(columns, rows))
+        if dictionary[parsed.response].kind not in ("category", "boolean"):
+            weigh(f"the response '{parsed.response}'", columns[parsed.response])
     designs = [Design(text, formula, dictionary) for text in (parsed.fixed, *(r.design for r in parsed.random))]
-    outcome = {parsed.response} if dictionary[parsed.response].kind == "category" else set()  # whose cuts are learned
+    outcome = {
+        parsed.response
+    }  # a category's cuts are learned, and a total at a far intercept is of either value's rows
     levels = {
         name: dictionary[name].levels or ("false", "true")
         for name in sorted(outcome | {name for design in designs for name in design.columns})
@@ -780,6 +803,8 @@ def few_records(
         within.append([*every, *((f" in a group of '{term.label}'", group) for group in many)])
     for design, groups in zip(designs, within, strict=True):
         for name, values in zip(design.names, design.matrix(columns, rows).T, strict=True):
+            if rows:
+                weigh(f"'{name}'{' as weighed' if parsed.additions else ''}", (values - np.median(values)) * counts_for)
             for where, group in groups:
                 different, counts = np.unique(values[group], return_counts=True)
                 if len(different) > 1:

@@ -1838,6 +1838,36 @@ def test_columns_of_a_formula_are_those_that_are_read_by_any_of_its_models(formu
     assert "record_id" not in columns_of(formula, Dictionary(columns))
 
 
+@pytest.mark.parametrize(
+    ("formula", "needle", "said"),
+    [
+        ("y | weights(w) ~ x", {"w": 0.0}, "weights(w) above 0 (1)"),
+        ("r | trials(n) ~ x", {"n": 0.0, "r": 0.0}, "trials(n) above 0 (1)"),
+        ("y | weights(w) ~ x", {"w": 1e-3}, "nearly all of weights(w) (1)"),
+        ("y ~ x + offset(w)", {"w": 1e-9}, "nearly all of offset(w) (1)"),
+        ("y ~ exp(x)", {"x": np.linspace(-9, -8, 80)}, "nearly all of 'exp(x)' (1)"),
+        ("w ~ 1", {"w": 1e-3}, "nearly all of the response 'w' (1)"),
+        ("y ~ x", {"y": 0.0}, "'y' = true (1)"),
+    ],
+)
+def test_what_one_record_alone_has_weight_in_is_named(formula: str, needle: dict[str, Any], said: str) -> None:
+    """With weights of 0 for all others a posterior is that record's alone. The control: all have the same numbers."""
+    kinds = {"y": "boolean", "w": "number", "x": "number", "n": "integer", "r": "integer"}
+    d = Dictionary(
+        {name: Column(kind, **({"centre": 0, "scale": 1} if kind == "number" else {})) for name, kind in kinds.items()}
+    )  # type: ignore[arg-type]
+    same = {
+        "y": np.arange(80) % 2.0,
+        "w": np.ones(80),
+        "x": np.linspace(-1, 1, 80),
+        "n": np.full(80, 4),
+        "r": np.arange(80) % 3,
+    }
+    assert few_records(formula, d, same, None) == []
+    alone = {name: np.where(np.arange(80) == 5, 1.0, needle[name]) if name in needle else v for name, v in same.items()}
+    assert said in few_records(formula, d, alone, None)
+
+
 @pytest.mark.parametrize(("record", "said"), [("who", ["'rare' = true (1)"]), ("who:visit", [])])
 def test_few_are_counted_in_records(record: str, said: list[str]) -> None:
     """One person of 40, with 12 visits; where a visit is the record, and a person's are many, there are 12."""

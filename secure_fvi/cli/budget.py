@@ -71,6 +71,7 @@ def verify(
 
     Rows that were cut off at the end are found with receipts of witnesses only.
     """
+    from secure_fvi.deployment.names import printable
     from secure_fvi.key_files import load_public_key
     from secure_fvi.privacy.ledger_account import verify as check
 
@@ -81,7 +82,9 @@ def verify(
     pinned = None if public_key is None else load_public_key(public_key)
     accepted = [load_public_key(path) for path in witness_key] or None
     for chain in check(ledger, silo, pinned, shown, accepted):
-        click.echo(f"silo '{chain.silo}': {chain.length} rows, {len(chain.jobs)} jobs, head {chain.head.hex()}")
+        click.echo(
+            f"silo '{printable(chain.silo)}': {chain.length} rows, {len(chain.jobs)} jobs, head {chain.head.hex()}"
+        )
         click.echo(f"  key {chain.public_key.hex()}" + ("" if pinned else " (not pinned)"))
     click.echo(f"verified, against {len(shown)} {'receipt' if len(shown) == 1 else 'receipts'}")
 

@@ -105,10 +105,12 @@ def verify(page: Path, home: Path | None, roster: Path | None, logs: tuple[Path,
     check_signatures(found, signature_folder(roster))
     checked = check_report(page, found)
     evidence = checked.evidence
-    click.echo(f"job {evidence.job}, signed by '{checked.member}' at {checked.time} under roster {found.serial}")
-    click.echo(f"  as signed: {', '.join(checked.files)}")
+    click.echo(
+        f"job {printable(evidence.job)}, signed by '{checked.member}' at {checked.time} under roster {found.serial}"
+    )
+    click.echo(f"  as signed: {printable(', '.join(checked.files), 4000)}")
     if checked.absent:
-        click.echo(f"  signed, and not here: {', '.join(checked.absent)}")
+        click.echo(f"  signed, and not here: {printable(', '.join(checked.absent), 4000)}")
     versions = evidence.versions
     said = printable(versions.secure_fvi, 40)
     click.echo(f"  secure-fvi {said}, package {versions.package}, protocol {versions.protocol}")
@@ -116,7 +118,9 @@ def verify(page: Path, home: Path | None, roster: Path | None, logs: tuple[Path,
     for log in (*logs, *([site.log_file] if site is not None and site.log_file.exists() else ())):
         party, policies = check_log(evidence, log)
         under = f"; policy {', then '.join(policy.hex() for policy in policies)}" if policies else ""
-        click.echo(f"  the log of '{party}' goes through the report's head, row {evidence.logs[party].rows}{under}")
+        click.echo(
+            f"  the log of '{printable(party)}' goes through the report's head, row {evidence.logs[party].rows}{under}"
+        )
         if site is not None and party == site.id and party in evidence.policies:
             if evidence.policies[party] not in {stated_policy(site, evidence.job, p).hex() for p in policies}:
                 raise ProtocolError(f"the report has another policy of '{party}' than its log")

@@ -154,7 +154,7 @@ def verify(
     Whose log it is, and whose the one that it is compared with, is checked where a roster says so.
     """
     from secure_fvi.deployment.consortium import parse_roster
-    from secure_fvi.deployment.names import read_bytes
+    from secure_fvi.deployment.names import printable, read_bytes
     from secure_fvi.deployment.rotation import keys_of, read_succession
     from secure_fvi.deployment.signatures import check_signatures, signature_folder
     from secure_fvi.deployment.trail_verify import check_key, compare
@@ -175,7 +175,7 @@ def verify(
     chain = check(log, pinned, shown, accepted)
     if members is not None and pinned is None:
         check_key(chain, keys[members.member(chain.silo).id])
-    click.echo(f"'{chain.silo}': {chain.length} rows, {len(chain.jobs)} jobs, head {chain.head.hex()}")
+    click.echo(f"'{printable(chain.silo)}': {chain.length} rows, {len(chain.jobs)} jobs, head {chain.head.hex()}")
     click.echo(f"  key {chain.public_key.hex()}" + ("" if pinned or members else " (not pinned)"))
     if against is not None:
         other = check(against)
@@ -184,9 +184,10 @@ def verify(
                 raise ProtocolError(f"'{against}' is the log of '{other.silo}', which is no server in the roster")
             check_key(other, keys[other.silo])
         else:
-            click.echo(f"  compared with a log of '{other.silo}', key {other.public_key.hex()} (not pinned)")
+            click.echo(f"  compared with a log of '{printable(other.silo)}', key {other.public_key.hex()} (not pinned)")
         found = compare(log, against)
-        click.echo(f"'{found.site}' and '{found.server}' agree on {found.agreed} exchanges in {len(found.jobs)} jobs")
+        parties = " and ".join(f"'{printable(name)}'" for name in (found.site, found.server))
+        click.echo(f"{parties} agree on {found.agreed} exchanges in {len(found.jobs)} jobs")
         click.echo(f"  {found.lost_answers} answers were lost on the way, {found.unanswered} requests had none")
     count = len(shown) + len(chain.receipts)
     click.echo(f"verified, against {count} {'receipt' if count == 1 else 'receipts'}")

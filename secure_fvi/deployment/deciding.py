@@ -83,17 +83,18 @@ class Decision(NamedTuple):
     @property
     def _complete(self) -> tuple[str, ...]:
         """Of a formula whose totals the server sees exactly, where rows with a gap are left out: the columns of all
-        formulas that the policy lists, or all, where it lists any. Were it this formula's alone, totals of two would
-        differ by the rows that have a gap in one's columns."""
+        formulas that the policy lists, or all, where it lists any, or a model by its hash: a program reads all of them.
+        Were it this formula's alone, totals of two would differ by the rows that have a gap in one's columns."""
         config, data = self.offer.config, self.data
         if config.model.formula is None or data is None or data.dictionary is None or data.missing != "drop":
             return ()
         if not exact_totals(chosen(config)[2]):
             return ()
         try:
-            own, found = read_dictionary(Path(data.dictionary)), set[str]()
+            own = read_dictionary(Path(data.dictionary))
         except InputError:  # which whoever reads the table says
             return ()
+        found = set(own.columns) if self.policy.models else set[str]()
         for text in (text for rule in self.policy.formulas for text in rule.formulas):
             if text == "any":
                 found.update(own.columns)

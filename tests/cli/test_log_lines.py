@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.cli import cli
 from secure_fvi.cli.serving import start_log
+from secure_fvi.deployment.trail import TrailChain
+from secure_fvi.privacy.chain_file import Writer
+from secure_fvi.privacy.ledger_state import Chain
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +62,14 @@ def test_quiet_leaves_errors(capsys: pytest.CaptureFixture[str]) -> None:
     log.warning("not shown")
     log.error("shown")
     assert capsys.readouterr().err.strip().endswith("ERROR shown")
+
+
+@pytest.mark.parametrize(("chain", "verify"), [(Chain, ["budget", "verify"]), (TrailChain, ["audit-log", "verify"])])
+def test_another_members_file_moves_no_cursor(tmp_path: Path, chain: Any, verify: list[str]) -> None:
+    """Whose it is says the file itself. The control is that name as it is, which clears the screen."""
+    name, own = "a\x1b[2J\x1b[1;1Hverified\nfake line", Identity()
+    Writer.open(tmp_path / "f.sqlite", chain(name), lambda begun: own, "", create=True, clock=time.time).file.close()
+    said = CliRunner().invoke(cli, [*verify, str(tmp_path / "f.sqlite")], color=True).output
+    assert "a?[2J?[1;1Hverified?fake line" in said
+    assert "\x1b" not in said
+    assert "\x1b" in name
