@@ -658,7 +658,9 @@ class PVIProgram(Program):
         if OBJECTIVE in sums and asked == len(self.problem.silos) and not age:
             objective = float(sums[OBJECTIVE]) + self.prior.minus_kl(q, state.theta)
         theta, moments = self._theta_step(state, q, sums, scale)
+        by_silos = q
         q, prior = self.prior.refit(q, state.prior, theta)
+        moved = torch.maximum(moved, moved.new_tensor(distance(by_silos, q)))  # no silo's move, and not at rest either
         moves = [((theta[n] - v).abs() / (1 + v.abs())).max() for n, v in state.theta.items() if v.numel()]
         theta_moved = float(torch.stack(moves).max()) if moves else 0.0
         quiet = counts.quiet and theta_moved < self.config.tolerance
