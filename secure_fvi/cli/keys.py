@@ -218,6 +218,8 @@ def make(
     from secure_fvi.deployment.rotation import read_succession
     from secure_fvi.errors import InputError
 
+    if out.exists():
+        raise InputError(f"--out: '{out}' is there already, and may have been signed; name another, or take it away")
     before = None if previous is None else parse_roster(read_bytes(previous, "the roster before"), f"'{previous}'")
     name = consortium or (before.consortium if before is not None else None)
     if name is None:

@@ -95,6 +95,9 @@ def test_from_nothing_to_a_roster_in_force(shell: Shell) -> None:
 
 def test_a_wrong_code_stops_everything(shell: Shell) -> None:
     found(shell)
+    signed = Path("roster.toml").read_bytes()
+    shell.refused(2, "is there already", "keys roster make --previous roster.toml --out roster.toml")
+    assert Path("roster.toml").read_bytes() == signed
     shell.done("keys roster make --previous roster.toml --out next.toml")
     shell.done("keys", "install", "--home", "north", "next.toml")
     sign = ("keys", "roster", "sign", "--home", "north", "--yes-code")
