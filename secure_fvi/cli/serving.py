@@ -121,10 +121,12 @@ def start_silo(
     Killed and started again, it goes on where it was. Its own posterior goes to `results` in its folder. With --once it
     exits 2 after a job under differential privacy that its data did not fit: nobody else hears of that.
     """
+    from secure_fvi.deployment.policy import read_policy
     from secure_fvi.deployment.site import run_site
     from secure_fvi.deployment.site_job import Local
 
     site = _opened(home, "silo")
+    read_policy(site.policy_file)  # each job reads it anew; a broken one is said before any comes
     start_log(quiet, log_format, site=site.id, role=site.role)
     run_site(site, address, Local(data_dir, repeatable), once)
 
@@ -145,9 +147,11 @@ def start_holder(home: Path, address: str, once: bool, log_format: str, quiet: b
 
     Makes a key for each session and removes it with the session. Killed and started again, it goes on where it was.
     """
+    from secure_fvi.deployment.policy import read_policy
     from secure_fvi.deployment.site import run_site
 
     site = _opened(home, "holder")
+    read_policy(site.policy_file)
     start_log(quiet, log_format, site=site.id, role=site.role)
     run_site(site, address, once=once)
 

@@ -151,6 +151,16 @@ def test_keys_are_rotated(shell: Shell) -> None:
     assert "roster signed by all, certificate in force" in shell.done("keys", "check", "--home", "north")
 
 
+def test_a_site_with_a_broken_policy_does_not_start(shell: Shell) -> None:
+    """The control, whose policy is whole, goes on to what is wrong with the server's address."""
+    found(shell)
+    start = ("silo", "start", "--home", "north", "--server", "nowhere")
+    assert "policy" not in shell(*start).err
+    policy = Path("north", "policy.toml")
+    policy.write_text(policy.read_text() + "\nmax_round = 5\n")
+    shell.refused(2, "max_round", *start)
+
+
 def test_a_model_is_hashed(shell: Shell) -> None:
     example = Path(__file__).parents[2] / "examples" / "six_cities.toml"
     text = shell.done("policy", "hash-model", example)
