@@ -775,12 +775,10 @@ def few_records(
         if dictionary[parsed.response].kind not in ("category", "boolean"):
             weigh(f"the response '{parsed.response}'", columns[parsed.response])
     designs = [Design(text, formula, dictionary) for text in (parsed.fixed, *(r.design for r in parsed.random))]
-    outcome = {
-        parsed.response
-    }  # a category's cuts are learned, and a total at a far intercept is of either value's rows
+    # Of the response too: a category's cuts are learned, and a total at a far intercept is of either value's rows.
     levels = {
         name: dictionary[name].levels or ("false", "true")
-        for name in sorted(outcome | {name for design in designs for name in design.columns})
+        for name in sorted({parsed.response} | {name for design in designs for name in design.columns})
         if dictionary[name].kind in ("category", "boolean")
     }
     for name, called in levels.items():
@@ -803,13 +801,13 @@ def few_records(
         within.append([*every, *((f" in a group of '{term.label}'", group) for group in many)])
     for design, groups in zip(designs, within, strict=True):
         for name, values in zip(design.names, design.matrix(columns, rows).T, strict=True):
-            if rows:
-                weigh(f"'{name}'{' as weighed' if parsed.additions else ''}", (values - np.median(values)) * counts_for)
             for where, group in groups:
                 different, counts = np.unique(values[group], return_counts=True)
                 if len(different) > 1:
                     others = group[values[group] != different[counts.argmax()]]
                     look(f"another value of '{name}' than most{where}", others)
+            if rows:
+                weigh(f"'{name}'{' as weighed' if parsed.additions else ''}", (values - np.median(values)) * counts_for)
     return list(found.values())
 
 

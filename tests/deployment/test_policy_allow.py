@@ -56,7 +56,7 @@ def test_it_shows_asks_and_writes_what_the_job_needs_and_no_more(door: Door) -> 
     for words in (f"{FORMULA}  (family bernoulli)", "a policy has to list 'final_likelihood'", "who learns a total"):
         assert words in shown
     assert "90 rows, 0 of them left out" in after
-    assert "fewer than 10 records here have 'smoke' = yes (6)." in " ".join(after.split())
+    assert "fewer than 10 records here have 'smoke' = yes (6), 'wheeze' = true (7)." in " ".join(after.split())
     assert (door.home / "data.dictionary.toml").is_file()
     found, before = wording.loads(door.policy.read_text()), wording.loads(TEMPLATE)
     before["privacy"]["dp"] = "optional"
