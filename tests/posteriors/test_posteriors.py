@@ -21,7 +21,7 @@ from secure_fvi_lab.posteriors.gallery import ENTRIES, POSTERIORDB, exact, refer
 MEAN_IN_SD, SD_SHARE = 0.2, 0.15
 #: Entries that may end as not converged, each with what stops it.
 NOT_YET = {
-    "poisson GLMM": "q's of its 40 latents are rough, so that draws around them integrate these with half a nat of error",
+    "poisson GLMM": "draws around what silos fitted of its 40 latents integrate these with half a nat of error",
     "an angle at its cut": "3% of the mass are at the other end of its interval, where a second mode is found",
 }
 #: Entries that end with a refusal, each with its cause: a silo that sent a share of a change that is too large, as it
