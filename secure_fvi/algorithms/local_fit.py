@@ -175,15 +175,12 @@ class Families:
         #: Of own latents, for what natural gradients are not taken of.
         self.optimizer = Optimizer("adam", config.local_learning_rate)
         self.by_row = config.sampling_rate < 1
+        whole = self.full and not self.by_row and problem.privacy is None and config.local_optimizer == NATURAL
         #: Whether a silo's latents are integrated out around their mode, rather than fitted.
-        self.eliminates = (
-            eliminates(problem) and self.full and not self.by_row and problem.privacy is None
-            and config.local_optimizer == NATURAL and config.silo_family == Conditional()
-        )  # fmt: skip
+        self.eliminates = whole and eliminates(problem) and config.silo_family == Conditional()
         #: Whether steps are Newton's, by many draws, rather than along the gradient at one.
         self.newton = self.eliminates or (
-            self.full and not self.by_row and problem.privacy is None and config.local_optimizer == NATURAL
-            and self.samples == 1 and self.n + self.n_silo <= _NEWTON_TO
+            whole and self.samples == 1 and self.n + self.n_silo <= _NEWTON_TO
             and isinstance(config.local_family, Conditional)
             and not self.local.couples_records and not self.silo.couples_records
         )  # fmt: skip
@@ -398,13 +395,13 @@ class SiloFit:
             current, record, moments["record"], silo, moments["silo"], own.phi, moments["phi"], average, moved
         )
         tilted = (families.move(cavity.shift), families.move(cavity.precision))
-        pace = self._until_settled(steps, own.visits, share) if block.newton else None
-        schedule = self._schedule(steps, own.visits, share).split(block.length) if pace is None else ()
+        how = (steps, own.visits, share)
+        pace = self._until_settled(*how) if block.newton else self._as_planned(*how, block.length)
         noise = self._draws(first_key, steps, block, batches, view)
         for k, eps in enumerate(noise):
             batch = None if batches is None else batches[k * block.length : (k + 1) * block.length]
             rows, weights = self._rows(batch, view)
-            rates = schedule[k] if pace is None else pace(carry)
+            rates = pace(carry)
             if rates is None:
                 break
             carry = self._advance(block, carry, Inputs(tilted, theta, rows, weights, *eps, rates), batch)
@@ -538,6 +535,11 @@ class SiloFit:
                     drawn = view.record_draws.normals(key + start + first, samples * n, batches[start + first])[None]
                 eps_record = drawn.reshape(length, count, samples, n).transpose(1, 2).contiguous()
                 yield eps[now, 0], families.move(eps_record), eps_silo[now]
+
+    def _as_planned(self, steps: int, visits: int, share: float, length: int) -> Callable[[Carry], Tensor | None]:
+        """What gives the rates of the next block of so many steps."""
+        planned = iter(self._schedule(steps, visits, share).split(length))
+        return lambda carry: next(planned, None)
 
     def _until_settled(self, steps: int, visits: int, share: float) -> Callable[[Carry], Tensor | None]:
         """What gives the rates of Newton's next step, a row of `_schedule`, from where the last ended: full steps until

@@ -1041,7 +1041,7 @@ class PVIProgram(Program):
             # A zero in its place would make the total the others', and later totals this silo's.
             raise BoundError(
                 f"silo '{view.silo}': its local fit ran off in round {message.round}; lower learning_rate (now "
-                f"{self.families.first_rate(self.families.newton):.2g}), standardise the columns, or use sfvi"
+                f"{self._rate:.2g}), standardise the columns, or use sfvi"
             )
         zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
         own = part.own._replace(visits=part.own.visits + 1)

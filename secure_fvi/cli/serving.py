@@ -121,12 +121,10 @@ def start_silo(
     Killed and started again, it goes on where it was. Its own posterior goes to `results` in its folder. With --once it
     exits 2 after a job under differential privacy that its data did not fit: nobody else hears of that.
     """
-    from secure_fvi.deployment.policy import read_policy
     from secure_fvi.deployment.site import run_site
     from secure_fvi.deployment.site_job import Local
 
     site = _opened(home, "silo")
-    read_policy(site.policy_file)  # each job reads it anew; a broken one is said before any comes
     start_log(quiet, log_format, site=site.id, role=site.role)
     run_site(site, address, Local(data_dir, repeatable), once)
 
@@ -147,22 +145,23 @@ def start_holder(home: Path, address: str, once: bool, log_format: str, quiet: b
 
     Makes a key for each session and removes it with the session. Killed and started again, it goes on where it was.
     """
-    from secure_fvi.deployment.policy import read_policy
     from secure_fvi.deployment.site import run_site
 
     site = _opened(home, "holder")
-    read_policy(site.policy_file)
     start_log(quiet, log_format, site=site.id, role=site.role)
     run_site(site, address, once=once)
 
 
 def _opened(path: Path, role: str) -> Home:
-    """The folder of a site of this role. Raises InputError for another's."""
+    """The folder of a site of this role. Raises InputError for another's, and for a policy that cannot be read: each
+    job reads it anew, and before one comes nobody would hear of it."""
+    from secure_fvi.deployment.policy import read_policy
     from secure_fvi.errors import InputError
 
     found = open_home(path)
     if found.role != role:
         raise InputError(f"'{path}' is the folder of a {found.role}; a {role}'s is needed here")
+    read_policy(found.policy_file)
     return found
 
 
