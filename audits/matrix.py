@@ -26,7 +26,6 @@ from secure_fvi.audits.attributes import Attribute, released_rows
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.gradient_inversion import MATCHED_BATCHES, inversion_rows
 from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, property_rows, runs_with_many
-from secure_fvi.audits.replay import replay_rows
 from secure_fvi.audits.vertical import World, column_rows, columns_of, label_rows, record
 from secure_fvi.audits.worlds import PLAIN, Data, Protection, Workbench
 from secure_fvi.errors import InputError
@@ -218,10 +217,6 @@ def _with_latents(subject: Subject) -> str | None:
     return None if subject.bench.layout.size("record") else "the model has no latent site inside its record plate"
 
 
-def _replayable(subject: Subject) -> str | None:
-    return _with_latents(subject) or (None if isinstance(subject.algorithm, SFVI) else "it replays sfvi only")
-
-
 def _with_globals_only(subject: Subject) -> str | None:
     return None if subject.bench.all_global else "it is for models whose parameters are all global latents"
 
@@ -317,18 +312,10 @@ def _inversion(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
     return inversion_rows(subject.model, subject.bench.pool, each=lambda: subject.told("records that fit gradients"))
 
 
-def _replay(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
-    return replay_rows(subject.bench, each=lambda: subject.told("the protocol again"))
-
-
 ATTACKS: dict[str, Entry] = {
     "latents": Entry(
         "ridge regression from messages and totals to the means of silos' latents",
         _each(lambda s, p: s.studies.latents(p)), _worlds, _with_latents,
-    ),
-    "information": Entry(
-        "mutual information of messages with those means, up to its cap",
-        _each(lambda s, p: s.studies.information(p)), lambda s, f: 0, _with_latents, in_all=False,
     ),
     "individuals": Entry(
         "ridge regression where a silo is one individual",
@@ -339,10 +326,6 @@ ATTACKS: dict[str, Entry] = {
         "ridge regression under plain sums, by the number of individuals in a silo",
         lambda s, found: s.studies.by_size(), lambda s, f: 2 * sum(worlds for _, _, worlds in SIZES), _with_latents,
         in_all=False,
-    ),
-    "replay": Entry(
-        "search for the latents that would make one individual's silo send what it sent", _replay, lambda s, f: 600,
-        _replayable, in_all=False,
     ),
     "game": Entry(
         "which of two values did one individual's data, and with it its latent, take",
@@ -537,7 +520,7 @@ def check(subject: Subjects, attack: str) -> None:
 
 #: Attacks of a line share the worlds that they run, so that one process takes them all. The longest lines first.
 _TOGETHER = (
-    ("latents", "information", "individuals", "sizes", "replay", "game"),
+    ("latents", "individuals", "sizes", "game"),
     ("epsilon",),
     ("properties", "attributes"),
     ("gradients", "inversion", "membership"),

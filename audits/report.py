@@ -54,9 +54,6 @@ def _notes(row: AuditRow) -> list[str]:
     if "claim" in detail:
         rests = "" if detail["assumption"] == "none" else f" The bound holds if {detail['assumption']}."
         notes.append(f"Claimed: epsilon {detail['claim']:.3g} at delta {detail['delta']:g}.{rests}")
-    if "cap" in detail:
-        near = "; it is near it, and says no more than that" if detail.get("near_cap") else ""
-        notes.append(f"The estimate cannot exceed {detail['cap']:.2f} nats{near}.")
     if "wasserstein" in detail:
         notes.append(
             f"Mean distance from the posterior, in the latent's own units: {detail['wasserstein']:.3g} of the attack's "
