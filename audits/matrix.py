@@ -21,7 +21,7 @@ from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.vertical import Bernoulli, Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
-from secure_fvi.audits import attributes, epsilon, gradient_inversion, membership, protocol
+from secure_fvi.audits import attributes, epsilon, gradient_inversion, membership
 from secure_fvi.audits.attributes import Attribute, released_rows
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.gradient_inversion import MATCHED_BATCHES, inversion_rows
@@ -209,10 +209,6 @@ def _with_argument(subject: Subject) -> str | None:
     )
 
 
-def _always(subject: Subject) -> None:
-    return None
-
-
 def _with_latents(subject: Subject) -> str | None:
     return None if subject.bench.layout.size("record") else "the model has no latent site inside its record plate"
 
@@ -287,16 +283,6 @@ def _epsilons(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
     return rows
 
 
-def _kinds(found: Sequence[Protection]) -> list[str]:
-    kinds = [p.name for p in found if p.privacy is None and p.name in protocol.KINDS]
-    if not kinds:
-        raise InputError(
-            f"sums as they are by default are attacked here, and the configuration's are '{found[0].name}': --all has "
-            "the default ones"
-        )
-    return kinds
-
-
 def _membership(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
     private = [(p.name, p.privacy) for p in found if p.privacy is not None]
     return membership.membership_rows(subject.model, subject.some, private, told=subject.told)
@@ -356,11 +342,6 @@ ATTACKS: dict[str, Entry] = {
         "what canaries prove about epsilon, beside the claim",
         _epsilons, lambda s, found: epsilon.work(s.scale.canary_runs) * len(_claims(found)),
         _private,
-    ),
-    "protocol": Entry(
-        "probes of the secure sum itself: seeds, uniformity, replay, both secrets, keys",
-        lambda s, found: protocol.protocol_rows(s.told, _kinds(found)),
-        lambda s, found: protocol.work(_kinds(found)), _always,
     ),
 }  # fmt: skip
 
@@ -524,7 +505,6 @@ _TOGETHER = (
     ("epsilon",),
     ("properties", "attributes"),
     ("gradients", "inversion", "membership"),
-    ("protocol",),
 )
 
 

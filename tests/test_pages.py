@@ -36,7 +36,6 @@ QUICK = ("README.md", "docs/ledger.md", "docs/tables.md", "docs/vertical-alignme
 SLOW = (
     "docs/audits-data.md",
     "docs/audits-epsilon.md",
-    "docs/audits-protocol.md",
     "docs/audits.md",
     "docs/baselines.md",
     "docs/fedavg.md",

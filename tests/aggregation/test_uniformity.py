@@ -1,9 +1,11 @@
 """What the server receives is uniform whatever the silos put in: chi-square over bytes, false alarm 1e-6 a test."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import chi2
 from sum_network import CONTEXT, carry
 
@@ -11,6 +13,7 @@ from secure_fvi.aggregation import Block, BlockTable, Masked, masked_silo
 from secure_fvi.aggregation.masked_silo import MaskedSilo, SiloBatch
 from secure_fvi.aggregation.messages import Contribution, Deposit, Shares, unpack, unpack_any
 from secure_fvi.aggregation.parties import local_parties
+from secure_fvi.aggregation.prg import Mask
 
 FALSE_ALARM = 1e-6
 TABLE = BlockTable((Block("g", (20_000,), 1.0),))
@@ -74,6 +77,28 @@ def test_control_without_masks_constants_show(monkeypatch, most):
     monkeypatch.setattr(*((SiloBatch, "masks") if most else (MaskedSilo, "_whole_masks")), lambda *arguments: [])
     for payload in View(totals=False, most=most).payloads[0].values():
         assert p_value(payload, 4) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_masks_do_not_follow_from_generators_that_a_program_seeds(monkeypatch, most):
+    """Of two sessions that were seeded alike. The control: masks from NumPy's own."""
+
+    def seeded():
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        return View(totals=False, most=most).payloads[0]
+
+    def same():
+        first, second = seeded(), seeded()
+        return [first[silo] == second[silo] for silo in first]
+
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        assert not any(same())
+        where = (SiloBatch, "masks") if most else (MaskedSilo, "_whole_masks")
+        monkeypatch.setattr(*where, lambda *arguments: [Mask(np.random.bytes(32), False)])
+        assert all(same())
+    finally:
+        random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])
 
 
 def test_control_one_unmasked_byte_in_a_hundred_shows():
