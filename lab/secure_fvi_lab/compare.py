@@ -12,9 +12,6 @@ from secure_fvi.errors import InputError
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option(
-    "--reference", type=click.Choice(["nuts", "svi"]), default="nuts", show_default=True, help="What to compare with."
-)
 @click.option("--chains", type=click.IntRange(2), default=2, show_default=True, help="Chains of NUTS.")
 @click.option("--draws", type=click.IntRange(100), default=1000, show_default=True, help="Draws of each chain.")
 @click.option("--data", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets.")
@@ -23,7 +20,6 @@ from secure_fvi.errors import InputError
 @click.option("--exact", is_flag=True, help="Of a private run too: compare.json then has what no noise protects.")
 def compare(
     directory: Path,
-    reference: str,
     chains: int,
     draws: int,
     data: Path | None,
@@ -55,7 +51,6 @@ def compare(
     with console.status("pooling the silos' data in this process") as status:
         content = run_reference(
             directory,
-            "nuts" if reference == "nuts" else "svi",
             data,
             chains,
             draws,
@@ -78,15 +73,13 @@ def _print(comparison: dict[str, Any]) -> None:
     from secure_fvi.runs.marginals import comparison_rows
     from secure_fvi.summary import shown
 
-    name = comparison["reference"].upper()
-    ess = f"smallest effective sample size {comparison['ess']:.0f}"
-    r_hat = "" if comparison["r_hat"] is None else f", R-hat {comparison['r_hat']:.3f}"
+    known = f"smallest effective sample size {comparison['ess']:.0f}, R-hat {comparison['r_hat']:.3f}"
     console = plain_console()
-    console.print(f"the run beside {name} on the pooled data ({ess}{r_hat})", highlight=False, soft_wrap=True)
+    console.print(f"the run beside NUTS on the pooled data ({known})", highlight=False, soft_wrap=True)
     table = Table()
     rows = comparison_rows(comparison)
     table.add_column("site", overflow="fold", min_width=min(24, max(len(row.label) for row in rows)))
-    for heading in (f"{name}\nmean", f"{name}\nsd", "run\nmean", "run\nsd", "error\n/ sd", "sd\nratio"):
+    for heading in ("NUTS\nmean", "NUTS\nsd", "run\nmean", "run\nsd", "error\n/ sd", "sd\nratio"):
         table.add_column(heading, justify="right")
     for row in rows[:MOST_ROWS]:
         table.add_row(

@@ -1,5 +1,5 @@
-"""Centralised references that variational fits are judged by, on the silos' data in one process: the No-U-Turn sampler,
-and Pyro's own SVI; and a finished run beside one of them.
+"""The centralised reference that variational fits are judged by, on the silos' data in one process: the No-U-Turn
+sampler; and a finished run beside it.
 
 For NUTS Pyro builds the potential; its value and gradient are traced and compiled into one call, because through Pyro's
 handlers one leapfrog step of a small model costs twenty times what its arithmetic does. Record-level sites of a
@@ -15,18 +15,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
-from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
-from pyro.infer.autoguide.initialization import init_to_mean
+from pyro.infer import MCMC, NUTS
 from pyro.infer.mcmc.util import initialize_model
 from pyro.infer.reparam import LocScaleReparam
 from pyro.ops.stats import effective_sample_size, split_gelman_rubin
-from pyro.optim import ClippedAdam
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -42,14 +39,13 @@ from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.runs.marginals import marginals
 
 Program = Callable[[], None]
-Reference = Literal["nuts", "svi"]
 
 
 class Draws(NamedTuple):
     """Draws of the global sites in the model's own space."""
 
     sites: dict[str, Tensor]  # (chains, draws, *shape) each
-    r_hat: float | None  # largest split R-hat over all global elements, unconstrained; None for independent draws
+    r_hat: float  # largest split R-hat over all global elements, unconstrained
     ess: float  # smallest effective sample size over all global elements
     seconds: float
 
@@ -291,58 +287,11 @@ class _OneSilo(Messenger):  # type: ignore[misc]
         self.values.setdefault(msg["name"], msg["value"])
 
 
-# ---- Pyro's own SVI on the pooled model: the centralised fit that a user of Pyro would run ----
-#
-# Its guide is a joint Gaussian over all latents, record-level sites non-centred: with full covariance up to 100
-# dimensions, of low rank above, since a full one over the 542 latents of six cities has not converged after 6000 steps.
-# There the guide is itself off by 0.8 (beta[0]) to 1.3 (omega) posterior sds: NUTS is the yardstick, this is a
-# comparison of methods.
-
-#: Largest number of latents with a full covariance, and the rank above it.
-_FULL_UP_TO, _RANK = 100, 10
-
-
-def sample_svi(
-    program: Program,
-    record_plate: str,
-    global_sites: list[str],
-    dtype: torch.dtype = torch.float64,
-    steps: int = 4000,
-    draws: int = 4000,
-    seed: int = 0,
-    on_step: Callable[[int], None] | None = None,
-) -> Draws:
-    """Fit the guide by `steps` steps of Adam and draw the global sites from it."""
-    began = time.monotonic()
-    with default_dtype(dtype), pyro.validation_enabled(False), seeded(seed), pyro.get_param_store().scope():
-        program = non_centred(program, record_plate)
-        trace = pyro.poutine.util.prune_subsample_sites(pyro.poutine.trace(program).get_trace())
-        size = sum(trace.nodes[name]["value"].numel() for name in trace.stochastic_nodes)
-        start = {"init_loc_fn": init_to_mean, "init_scale": 0.05}
-        guide = (
-            AutoMultivariateNormal(program, **start)
-            if size <= _FULL_UP_TO
-            else AutoLowRankMultivariateNormal(program, rank=_RANK, **start)
-        )
-        # The learning rate falls from 0.02 to a hundredth of it.
-        svi = SVI(program, guide, ClippedAdam({"lr": 0.02, "lrd": 0.01 ** (1 / steps)}), Trace_ELBO())
-        for step in range(steps):
-            svi.step()
-            if on_step is not None:
-                on_step(step)
-        with torch.no_grad():
-            found = Predictive(guide, num_samples=draws, return_sites=global_sites)()
-        shapes = {name: trace.nodes[name]["value"].shape for name in global_sites}
-        sites = {name: found[name].detach().reshape(1, draws, *shapes[name]) for name in global_sites}
-    return Draws(sites, None, float(draws), time.monotonic() - began)
-
-
 # ---- A finished run beside a centralised fit of the same model to the pooled data: compare.json ----
 
 
 def compare(
     directory: Path,
-    reference: Reference = "nuts",
     data_dir: Path | None = None,
     chains: int = 2,
     draws: int = 1000,
@@ -381,9 +330,9 @@ def compare(
     sites = list(result["posterior"])
     say = on_progress or (lambda _: None)
     with threads(federation.threads):
-        found = _fit(federation, result, sites, reference, chains, draws, say)
+        found = _fit(federation, result, sites, chains, draws, say)
     content = {
-        "reference": reference,
+        "reference": "nuts",
         "seconds": found.seconds,
         "draws": next(iter(found.sites.values())).flatten(0, 1).shape[0],
         "r_hat": found.r_hat,
@@ -416,7 +365,6 @@ def _fit(
     federation: Federation,
     result: dict[str, Any],
     sites: list[str],
-    reference: Reference,
     chains: int,
     draws: int,
     say: Callable[[str], None],
@@ -429,15 +377,9 @@ def _fit(
         for silo in federation.silos
     ]
     program: Program = pooled_program(model, silos, federation.silo_ids, theta)
-    if reference == "nuts":
-        return sample_nuts(
-            program, model.record_plate, sites, dtype, chains=chains, draws=draws,
-            on_chain=lambda chain: say(f"NUTS, chain {chain + 1} of {chains}"),
-        )  # fmt: skip
-    steps = 4000
-    return sample_svi(
-        program, model.record_plate, sites, dtype, steps=steps,
-        on_step=lambda step: say(f"SVI, step {step} of {steps}") if step % 200 == 0 else None,
+    return sample_nuts(
+        program, model.record_plate, sites, dtype, chains=chains, draws=draws,
+        on_chain=lambda chain: say(f"NUTS, chain {chain + 1} of {chains}"),
     )  # fmt: skip
 
 

@@ -183,7 +183,7 @@ def test_usage(cli: CommandLine) -> None:
         ("run", cli.config),
         ("run", cli.config, "--ouput", "x"),
         ("rum",),
-        ("compare", "a", "--reference", "mcmc"),
+        ("compare", "a", "--draws", "many"),
     ):
         answer = cli(*arguments)
         assert answer.code == 2
