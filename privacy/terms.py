@@ -114,8 +114,14 @@ class Terms:
 
     def check_rounding(self, steps: FloatArray) -> None:
         """Raise InputError where a sum of these `steps` (size,), by element, rounds more before the server's noise than
-        the clipping norm leaves room for: a unit moves each element by up to a step more than by itself."""
+        the clipping norm leaves room for: a unit moves each element by up to a step more than by itself. And where it
+        is off by more than the noise, as CKKS's is, by a share of each bound: nothing counts that."""
         noised = steps[: self.extent.shared + self.extent.side]
+        if float(noised.max(initial=0.0)) > self.noise_multiplier * (self.resolution or self.settings.clipping_norm):
+            raise InputError(
+                "these sums are off by more than the noise that privacy asks for, which no interval counts: use "
+                "scheme = 'bfv', masked sums, or bits = 64"
+            )
         if self.rounded_before_noise and math.sqrt(float(noised @ noised)) > _ROUNDED * self._least_norm:
             raise InputError(
                 "noise = 'server': these sums round what they add up, before any noise, by more than the clipping norm "

@@ -4,9 +4,11 @@
     silo      `Blinded`: r H(x) for each of a batch, r fresh and its own; signed
     others    `Evaluated`: k_j r H(x), k_j silo j's key of this session; each place of a list once, and no more places
               than were signed for
-    silo      F(x) = SHA-256(x, k_1 H(x), ..., k_n H(x)): r taken off, its own key applied. Sends its F(x), sorted
+    silo      S(x) = SHA-256(x, k_1 H(x), ..., k_n H(x)): r taken off, its own key applied. Sends F(x) = SHA-256(S(x))
+              of all, sorted
     matcher   those that all silos sent; it has no key and sees no identifier; any party, usually the server
-    silo      its rows in that order, once all silos have signed the same; its digest binds the job
+    silo      signs these with its place and the S(x) of them, which it can who lists them, and nobody who copied F(x)
+    silo      its rows in that order, once all silos have signed so; its digest binds the job
 
 F is n oblivious pseudorandom functions side by side (2HashDH: Jarecki, Kiayias, Krawczyk and Xu 2016; RFC 9497) in the
 group Ristretto255 (RFC 9496). Without silo j's evaluation nobody, the matcher and all others together included, can
@@ -316,9 +318,14 @@ def _is_point(point: bytes) -> bool:
     return point != bytes(_POINT) and _group().crypto_core_ristretto255_is_valid_point(point)
 
 
-def output(element: bytes, points: Sequence[bytes]) -> bytes:
-    """F(x) from k_j H(x) in the roster's order: 32 bytes."""
-    return digest(b"matching-output", element, *points)
+def secret_of(element: bytes, points: Sequence[bytes]) -> bytes:
+    """S(x) from k_j H(x) in the roster's order: 32 bytes, which never leave a silo."""
+    return digest(b"matching-secret", element, *points)
+
+
+def output(secret: bytes) -> bytes:
+    """F(x) from S(x): 32 bytes."""
+    return digest(b"matching-output", secret)
 
 
 def _split(data: bytes) -> list[bytes]:
@@ -418,7 +425,7 @@ class Common(NamedTuple):
 
 
 class Ordered(NamedTuple):
-    """Silo to matcher: its signature on the common order."""
+    """Silo to matcher: its signature on the common order, and on what only a silo knows that lists all of it."""
 
     signature: bytes
 
@@ -477,6 +484,10 @@ class _Session:
 
     def order(self, common: bytes) -> bytes:
         return digest(b"matching-order", self.digest, common)
+
+    def held(self, silo: int, common: bytes, secrets: bytes) -> bytes:
+        """That a silo lists them all; secrets: S(x) of each. Nobody else can say what it would sign."""
+        return digest(b"matching-held", self.order(common), number(silo), secrets)
 
 
 def _size_statement(roster: Roster, place: int, size: int, rule: bytes) -> bytes:
@@ -638,7 +649,7 @@ class MatchingSilo:
     def _done(self) -> int:
         """Batches of this silo's list that have their outputs; one after the other, so that the first gap ends them."""
         batches = self._agreed_session().batches(self._me)
-        while self._evaluated < batches and self._store.get(f"matching/outputs/{self._evaluated}") is not None:
+        while self._evaluated < batches and self._store.get(f"matching/secrets/{self._evaluated}") is not None:
             self._evaluated += 1
         return self._evaluated
 
@@ -706,7 +717,7 @@ class MatchingSilo:
             raise ProtocolError(f"silo '{self._roster.ids[owner]}', batch {batch}: {error}") from None
 
     def _on_evaluations(self, request: Evaluations) -> Ready:
-        session, slot = self._agreed_session(), f"matching/outputs/{request.batch}"
+        session, slot = self._agreed_session(), f"matching/secrets/{request.batch}"
         others = [place for place in range(self._roster.size) if place != self._me]
         if not len(request.points) == len(request.signatures) == len(others):
             raise ProtocolError("the evaluations of all other silos are needed")
@@ -719,7 +730,7 @@ class MatchingSilo:
                     raise ProtocolError(f"silo '{self._roster.ids[place]}' evaluated another number of points")
             rows = list(zip(blinding.elements, blinding.hashed, *map(_split, request.points), strict=True))
             try:
-                self._store.put({slot: _spread(self._output, rows, self._workers)})
+                self._store.put({slot: _spread(self._secret, rows, self._workers)})
             except ProtocolError as error:
                 bad = (
                     p
@@ -731,23 +742,33 @@ class MatchingSilo:
             self._latest = None
         return Ready(self._done())
 
-    def _output(self, row: tuple[bytes, ...]) -> bytes:
-        """F(x) of an element from H(x) and the other silos' evaluations."""
+    def _secret(self, row: tuple[bytes, ...]) -> bytes:
+        """S(x) of an element from H(x) and the other silos' evaluations."""
         element, at, *evaluated = row
         unblind = _group().crypto_core_ristretto255_scalar_invert(_scalar(self._blinds, element))
         points = [_times(unblind, point) for point in evaluated]
         points.insert(self._me, _times(self._key, at))
-        return output(element, points)
+        return secret_of(element, points)
 
     # ---- the common order ----
 
-    def _by_output(self) -> dict[bytes, bytes]:
-        """The list's elements by F(x)."""
+    def _secrets(self) -> list[bytes]:
+        """S(x) of the whole list."""
         session = self._agreed_session()
-        kept = [self._store.get(f"matching/outputs/{b}") for b in range(session.batches(self._me))]
+        kept = [self._store.get(f"matching/secrets/{b}") for b in range(session.batches(self._me))]
         if any(k is None for k in kept):
             raise ProtocolError(f"the list of silo '{self.silo_id}' is not evaluated to its end")
-        return dict(zip(_split(b"".join(k for k in kept if k)), self._list, strict=True))
+        return _split(b"".join(k for k in kept if k))
+
+    def _by_output(self) -> dict[bytes, bytes]:
+        """The list's elements by F(x)."""
+        return dict(zip(map(output, self._secrets()), self._list, strict=True))
+
+    def _held(self, common: bytes) -> Callable[[int], bytes]:
+        """What a silo signs that lists all of `common`, by its place."""
+        secrets = {output(s): s for s in self._secrets()}
+        of_all = b"".join(secrets[o] for o in _split(common))
+        return lambda place: self._agreed_session().held(place, common, of_all)
 
     def _on_outputs(self, _: OutputsRequest) -> Outputs:
         outputs = b"".join(sorted(self._by_output()))
@@ -767,14 +788,15 @@ class MatchingSilo:
             )
         if self._store.claim("matching/common", request.outputs) != request.outputs:
             raise ProtocolError("another common order was signed in this session")
-        return Ordered(self._sign(self._agreed_session().order(request.outputs)))
+        return Ordered(self._sign(self._held(request.outputs)(self._me)))
 
     def _on_agreed(self, request: Agreed) -> Ready:
         common = self._store.get("matching/common")
         if common is None or len(request.signatures) != self._roster.size:
             raise ProtocolError("the signatures of all silos on an order that was named before are needed")
+        held = self._held(common)
         for place, signature in enumerate(request.signatures):
-            self._verify(place, signature, self._agreed_session().order(common), "this order")
+            self._verify(place, signature, held(place), "this order, as who lists all of these people can")
         self._store.put({"matching/agreed": b"\1"})
         return Ready(self._done())
 

@@ -315,6 +315,11 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
         if kind == "homomorphic-unmasked":
             raise InputError("noise = 'distributed' needs exact sums with masks: use scheme = 'bfv' with masks")
         _check_colluders(found, aggregation, privacy)
+    if kind == "homomorphic-unmasked" and privacy is not None and privacy.noise == "server":
+        raise InputError(
+            "noise = 'server' needs sums that the server alone opens: without masks the key holder sees totals before "
+            "that noise. Use scheme = 'bfv' with masks, or noise = 'silo'"
+        )
     return found
 
 

@@ -98,6 +98,9 @@ def test_a_policy_may_list_each_disclosure_and_nothing_else() -> None:
         (sf.SFVI(participation=0.4), sf.Masked(), None, "asks 2 of 6 silos .* min_cohort = 3"),
         (sf.SFVI(iterations=5), sf.Plain(), sf.RecordDP(**RECORD), "needs a masked or homomorphic sum"),
         (sf.SFVI(iterations=5), sf.Homomorphic(masks=False), sf.RecordDP(**RECORD), "exact sums with masks"),
+        # The key holder opens totals before the server has added its noise.
+        (sf.FedAvg(), sf.Homomorphic(masks=False), sf.SiloDP(**RECORD, noise="server"), "before that noise"),
+        (sf.FedAvg(), sf.Homomorphic(scheme="ckks"), sf.SiloDP(**RECORD, noise="server"), "before that noise"),
     ],
 )
 def test_what_a_sum_would_hide_in_name_only_is_refused(

@@ -415,6 +415,9 @@ def part_views(view: SiloView, parts: int) -> list[SiloView]:
 QUIET = 2
 #: And in all: a silo whose cavity is improper at the fixed point itself stays so, however short the steps.
 _MOST_UNDONE = 8
+#: How often in a job a silo says anew that it tempered its cavity, or would move q; it says so ever after then. Where
+#: it turns is its own site's precision or mean: a server that leaves all changes would search for it, with a q a round.
+_MOST_TURNS = 2
 #: Largest power of two of a unit.
 _MOST_UNITS = 200
 
@@ -496,6 +499,8 @@ class PVILocal(NamedTuple):
     sums: Tensor  # (J,) and what that said of all silos
     dampings: Tensor  # (J,)
     asked: Tensor  # (packed,) the q of the last round that was answered; (0,): none was
+    flags: Tensor  # (2,) one where it tempered its cavity, and where it would have moved q, in that round
+    turned: Tensor  # (2,) how often each became one
 
     @property
     def site(self) -> Natural:
@@ -949,7 +954,8 @@ class PVIProgram(Program):
         views = part_views(view, self.config.virtual_clients)
         nobody = torch.zeros(len(self.problem.silos), dtype=torch.float64)
         parts = tuple(Part(one, one, one, self.fit.init(v), self._none) for v in views)
-        return PVILocal(parts, 0, 0, 0.0, 0, nobody, nobody, nobody[:0])
+        flags = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        return PVILocal(parts, 0, 0, 0.0, 0, nobody, nobody, nobody[:0], flags, torch.zeros_like(flags))
 
     def answer(self, message: Broadcast, local: PVILocal, view: SiloView) -> Answer:
         local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
@@ -970,12 +976,17 @@ class PVIProgram(Program):
         parts, fits = [part for part, _, _ in answered], [fit for _, fit, _ in answered]
         changes = {CHANGE: sum(to_numpy(part.change.pack() * per_unit) for part in parts)}
         changes |= {f"theta/{name}": sum(to_numpy(fit.theta[name]) for fit in fits) for name in self.theta_start}
+        reported = self._reported(message, parts, fits)
+        flags = torch.tensor([reported[TEMPERED], reported[MOVING]], dtype=torch.float64)
+        local = local._replace(flags=flags, turned=local.turned + (flags > local.flags))
+        said_ever_after = (local.turned > _MOST_TURNS).tolist()
+        reported |= {name: 1.0 for name, ever in zip((TEMPERED, MOVING), said_ever_after, strict=True) if ever}
 
         def released(said: FloatArray) -> PVILocal:
             return local._replace(parts=self._as_released(parts, torch.from_numpy(said)), used=0)
 
         after = local._replace(parts=tuple(parts), used=0)
-        blocks = {**own, **changes, **self._reported(message, parts, fits)}
+        blocks = {**own, **changes, **reported}
         return Answer(blocks, after, sum(failed for _, _, failed in answered), released)
 
     def _at_the_end(
@@ -1079,7 +1090,10 @@ class PVIProgram(Program):
             parts = [p._replace(site=p.site.plus(p.taken, kept - factor)) for p in parts]
             factor = kept
         said = message.tensors["sums"].double(), message.tensors["dampings"].double()
-        return PVILocal(tuple(parts), 0, took, factor, message.sum_index, *said, local.asked)
+        sums, dampings = said
+        return local._replace(
+            parts=tuple(parts), used=0, took=took, factor=factor, heard=message.sum_index, sums=sums, dampings=dampings
+        )
 
     def _per_unit(self, message: Broadcast, silo: str) -> Tensor:
         """Of the units that are sent: a silo whose own rounding is another may be off by a factor of two."""

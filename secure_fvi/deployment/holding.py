@@ -27,7 +27,7 @@ from secure_fvi.states import moves, pack_state, unpack_state
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STATE, _ANSWER, _CLAIM, _BOOT = "party/state", "party/answer", "party/claim", "party/boot"
 _JOURNAL = "party/journal/"
-_VERSION = 11  # of what lies there
+_VERSION = 12  # of what lies there
 #: How many times the bytes of a whole state the records after it may take, and how many they may in any case.
 _TIMES, _SHORT = 2, 2**20
 _SOURCE = Path("the silo's state")

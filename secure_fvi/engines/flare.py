@@ -69,7 +69,7 @@ from secure_fvi.engines.letters import (
 from secure_fvi.engines.remote import Line, Remote, shown
 from secure_fvi.engines.stream_client import answered
 from secure_fvi.engines.stream_messages import LONGEST, Whole
-from secure_fvi.errors import InputError, SecureFVIError
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.files import write_atomically
 from secure_fvi.key_files import KEY_FILE_VARIABLE, PASSPHRASE_VARIABLE
 from secure_fvi.runs.config import read
@@ -85,6 +85,7 @@ SILENCE, START = 45.0, 120.0
 _AGAIN = 5.0  # seconds until a process that has ended is started again
 _LAST, _LINE = 10, 400  # lines of what it said that are kept, and bytes of each
 UNFENCED = "--sandbox off: FLARE's server can have FLARE read every file here that this user may read"
+_REMEMBERED = 1 << 17  # letters that a site has answered, some 15 MB
 _HELD, _SAY = 60.0, 60.0  # seconds for a folder that a process before may still hold; between two lines of the log
 
 
@@ -232,13 +233,15 @@ class _Question(NamedTuple):
 
 
 class SiteParty:
-    """The site, in a thread of its own: one question at a time, the last answer kept."""
+    """The site, in a thread of its own: one question at a time, the last answer kept. An older letter is not answered
+    anew: whoever carries letters has them all, no connection names which belong to it, and each is a row of the log."""
 
     def __init__(self, home: Home, local: Local) -> None:
         self._home = home
         self._thread = ThreadPoolExecutor(1, "site")
         self._lock = threading.Lock()
         self._last: _Question | None = None
+        self._before = dict[bytes, None]()  # digests of letters that were answered, the oldest first
         self._site = self._thread.submit(self._open, local)
 
     def _open(self, local: Local) -> Site:
@@ -262,11 +265,16 @@ class SiteParty:
 
     def answer(self, content: bytes) -> bytes | None:
         """The signed answer to a signed letter, None while it is being made. Raises ProtocolError for a letter that
-        is not the server's."""
+        is not the server's, or an older one than the last."""
         letter, digest = read_letter(content, self._home, "server", most=self.longest)
         check_letter(letter, server_of(self._home).id, letter.job, b"")
         with self._lock:
             if self._last is None or self._last.digest != digest:
+                if digest in self._before:
+                    raise ProtocolError(f"a letter of '{letter.sender}' that was answered before came again")
+                self._before[digest] = None
+                if len(self._before) > _REMEMBERED:
+                    del self._before[next(iter(self._before))]
                 self._last = _Question(digest, self._thread.submit(self._make, letter, digest))
             waited = self._last.answer
         try:

@@ -113,7 +113,8 @@ def what_left(config: Config) -> list[Note]:
         ),
         "homomorphic-unmasked": (
             "Contributions were encrypted, not masked: the key holder, neither server nor silo, saw totals in clear, "
-            f"and {learns}. The server was trusted to add honestly and not to be in league with the key holder.",
+            f"and {learns}. The server was trusted to add honestly and not to be in league with the key holder, "
+            "or with a silo.",
             True,
         ),
     }[kind]

@@ -1,5 +1,6 @@
 """Attacks on homomorphic sums; each beside the control that succeeds once the protection is off."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 from homomorphic_world import VICTIM, World, is_input
 from scipy import stats
 from sum_network import CONTEXT, names, random_values, run_sum, table_of
+from tenseal import sealapi
 
 from secure_fvi.aggregation import Block, BlockTable, homomorphic
+from secure_fvi.aggregation import homomorphic_schemes as schemes
 from secure_fvi.aggregation.homomorphic import Homomorphic, HomomorphicSilo, WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import (
     BFV,
@@ -280,6 +283,41 @@ class TestForgedAnswers:
             self.total_with(lambda answer: pack(unpack(answer, Decrypted)._replace(sum_index=1)))
         with pytest.raises(AggregationError, match="MessagePack"):
             self.total_with(lambda answer: answer[:-1])
+
+
+class TestOneSilosCraftedTerm:
+    """A silo's term is (0, D), which nobody can tell from a ciphertext: the honest total has D times the key in it."""
+
+    def crafted(self, honest, constant):
+        """An honest ciphertext's bytes with nothing but `constant` in the second polynomial."""
+        (sizes, frame), primes = (value for _, value in schemes._fields(honest)), BFV.primes
+        plain = bytearray(schemes._numbers(frame, primes))
+        numbers = np.zeros((2, primes, schemes.DEGREE), "<u8")
+        moduli = SecretContext(BFV)._context.seal_context().data.key_context_data().parms().coeff_modulus()
+        numbers[1, :, 0] = [constant % m.value() for m in moduli[:primes]]
+        plain[-numbers.nbytes :] = numbers.tobytes()
+        return schemes._joined([(schemes._SIZES, sizes), (schemes._OBJECT, bytes(plain))])
+
+    def opened(self, key, public, terms):
+        """What the key holder makes of the sum of these terms, as a polynomial's coefficients."""
+        vectors = [public.read([term], BFV.slots) for term in terms]
+        for other in vectors[1:]:
+            public.add(vectors[0], other)
+        slots, plain = key.decrypt(vectors[0]), sealapi.Plaintext()
+        sealapi.BatchEncoder(key._context.seal_context().data).encode([int(v) % BFV_PRIME for v in slots], plain)
+        return np.array([plain[i] for i in range(plain.coeff_count())], dtype=object)
+
+    def test_one_silos_crafted_term_gives_its_server_the_secret_key(self):
+        key = SecretContext(BFV)
+        public = PublicContext(BFV, key.public_bytes)
+        moduli = key._context.seal_context().data.key_context_data().parms().coeff_modulus()
+        delta = math.prod(m.value() for m in moduli[: BFV.primes]) // BFV_PRIME
+        term, nothing = (public.encrypt(np.full(BFV.slots, v, np.int64))[0] for v in (7, 0))
+        found = self.opened(key, public, [term, self.crafted(nothing, delta)])
+        found[0] -= 7  # the total is a constant here
+        assert set(found.tolist()) == {0, 1, BFV_PRIME - 1}  # the key, coefficient by coefficient
+        # The control: an honest term in its place. Of the constant 7 all other coefficients are 0.
+        assert np.count_nonzero(self.opened(key, public, [term, nothing])) == 1 < np.count_nonzero(found)
 
 
 class TestApproximateDecryption:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms import pvi
-from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.algorithms.base import Broadcast, Step
 from secure_fvi.algorithms.local_fit import first_start
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import accept, distance_moved, pace
@@ -242,3 +243,67 @@ def test_units_a_factor_of_two_off_are_another_machines_rounding(factor: float) 
     tensors = {**message.tensors, "units": factor * message.tensors["units"]}
     asked = message._replace(accepted=dict.fromkeys(world.engine.silos, 0), tensors=tensors)
     assert world.engine.silos["silo-1"].handle(ROUND + encode_broadcast(asked))
+
+
+class Searching:
+    """A server that leaves all changes but the first round's, and names a q of one precision after the other."""
+
+    def __init__(self, world: World) -> None:
+        self._inner: Any = world.server.program
+        self._world, self.precision, self.asked, self.first, self.tempered = world, 0.0, 0, 0, 0
+        world.server.program = self
+        world.engine.run(world.server.round())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def count(self, precision: float) -> int:
+        """Silos that tempered their cavity there, by the total."""
+        self.precision = precision
+        self._world.engine.run(self._world.server.round())
+        return self.tempered
+
+    def broadcast(self, state: Any, index: int, accepted: Any) -> Broadcast:
+        said: Broadcast = self._inner.broadcast(state, index, accepted)._replace(round=self.asked)
+        if not self.first:
+            return said
+        q = Natural(torch.zeros(1, dtype=torch.float64), torch.full((1, 1), self.precision, dtype=torch.float64))
+        sums = torch.full_like(said.tensors["sums"], float(self.first))
+        named = {"q": q.pack(), "units": self._inner.units(q), "sums": sums, "dampings": torch.ones_like(sums)}
+        return said._replace(tensors={**said.tensors, **named})
+
+    def update(self, state: Any, message: Broadcast, total: Any, scale: float) -> tuple[Any, Step]:
+        self.tempered = int(self._inner.tables[message.phase].split(total)[pvi.TEMPERED])
+        self.first, self.asked = self.first or message.sum_index, self.asked + 1
+        return state, Step(0.0, 0.0, None, message.phase, False)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_count_of_tempered_cavities_is_no_search_for_single_sites(
+    monkeypatch: pytest.MonkeyPatch, limited: bool
+) -> None:
+    """A silo tempers its cavity where q is no more precise than its own site, and totals count these silos. The control
+    has them say it as often as it turns: by halves every single site's precision is read to a thousandth."""
+    silos, _ = make_regression((8, 12, 17), d=1)
+
+    def fitted(self: Any, message: Broadcast, k: int, part: Any, view: Any) -> Any:  # exactly, in no time
+        x = view.rows["x"][: view.size].double()
+        site = Natural(torch.zeros(1, dtype=torch.float64), x.mT @ x / NOISE**2)
+        _, share = pvi.tempered(self.families.unpack(message.tensors["q"]), part.site)
+        return pvi.Finished(message.round, site, 0.0, {}, True, share < 1), part.own, 0
+
+    monkeypatch.setattr(pvi.PVIProgram, "_fitted", fitted)
+    if not limited:
+        monkeypatch.setattr(pvi, "_MOST_TURNS", 10**6)
+    server = Searching(build(REGRESSION, silos, sf.PVI()))
+    known = {p: server.count(p) for p in (0.1, 1e4)}
+    assert list(known.values()) == [3, 0]
+    while server.asked < 50:
+        places = sorted(known)
+        a, b = max(((a, b) for a, b in pairwise(places) if known[a] != known[b]), key=lambda at: at[1] / at[0])
+        known[(a * b) ** 0.5] = server.count((a * b) ** 0.5)
+    found = [(a * b) ** 0.5 for a, b in pairwise(sorted(known)) if known[a] != known[b]]
+    truth = [float((s["x"].double().square().sum()) / NOISE**2) for s in silos]
+    read = [any(abs(at / own - 1) < 1e-3 for at in found) for own in truth]
+    assert any(read) is not limited
+    assert all(read) is not limited

@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> Path:
 
 def test_what_is_attacked_is_the_jobs_own_sum_and_its_own_privacy() -> None:
     """And not sums of its kind as they are by default, whose rows said "nothing found" of another mechanism."""
-    own = Homomorphic(scheme="ckks", masks=False), SiloDP(epsilon=20.0, delta=1e-3, clipping_norm=5.0, noise="server")
+    own = Homomorphic(scheme="ckks", masks=False), SiloDP(epsilon=20.0, delta=1e-3, clipping_norm=5.0, noise="silo")
     bare, private = own_protections(*own, (), 1e-5)
     assert bare == Protection("homomorphic, scheme = ckks, masks = False", own[0])
     assert private == Protection("own silo DP 20", *own)

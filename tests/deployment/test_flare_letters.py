@@ -354,6 +354,18 @@ def test_an_answer_names_its_question(network: Network) -> None:
     carrier.close()
 
 
+def test_an_old_letter_is_not_answered_again(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE's process at a site plays the server's letters again, each a row of the log. The last one may be asked for
+    again. The control: a site that remembers one letter."""
+    first, other = (_question(network.world, number=bytes([n]) * 32) for n in (1, 2))
+    ask = network.processes["east"].ask
+    kinds = [ask(letter)[0] for letter in (first, first, other, first, other)]
+    assert kinds == [ANSWERED, ANSWERED, ANSWERED, REFUSED, ANSWERED]
+    monkeypatch.setattr(flare, "_REMEMBERED", 1)
+    kinds = [ask(_question(network.world, number=bytes([n]) * 32))[0] for n in (3, 4, 5, 3)]
+    assert kinds == [ANSWERED] * 4
+
+
 def test_a_silo_computes_while_flare_waits(network: Network, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The site says that it is busy, the same letter asks again, and nothing is computed twice."""
     monkeypatch.setattr(flare, "_HOLD", 0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -340,6 +341,17 @@ def test_jobs_whose_sums_round_before_the_servers_noise_are_refused() -> None:
         build(noise, bits)
     with pytest.raises(InputError, match="noise = 'server': these sums round"):
         build("server", 32)
+
+
+def test_a_sum_that_is_off_by_more_than_the_noise_is_refused() -> None:
+    """CKKS floods totals by a share of each bound, which under record privacy has room for a million norms: 22 norms of
+    noise that no interval counted. The controls: BFV, and a silo as the unit, whose bound is its one norm."""
+    for unit, scheme, refused in ((RecordDP, "ckks", True), (RecordDP, "bfv", False), (SiloDP, "ckks", False)):
+        terms = agree(unit(noise_multiplier=2.0, noise="silo"), 4, 1.0, 10, Extent(SHARED, 0, 0))
+        steps = sf.Homomorphic(scheme=scheme).codec(4)(terms.table([Block("x", (SHARED,), 1.0)], [])).resolution
+        with pytest.raises(InputError, match="off by more than the noise") if refused else contextlib.nullcontext():
+            terms.check_rounding(steps)
+        assert bool(steps.max() > 5 * terms.noise_multiplier) is refused  # of norms: what was let in once
 
 
 def test_an_adaptive_norm_stays_where_the_servers_noise_covers_rounding() -> None:

@@ -108,7 +108,7 @@ def test_an_output_is_what_all_keys_make_of_the_identifier(short: None) -> None:
     element = b"\1ann"
     points = [alignment._times(s._key, alignment.hashed(element)) for s in world.silos.values()]
     for silo in world.silos.values():
-        assert silo._by_output()[alignment.output(element, points)] == element
+        assert silo._by_output()[alignment.output(alignment.secret_of(element, points))] == element
 
 
 def test_people_meet_in_one_order(short: None) -> None:
@@ -295,7 +295,9 @@ def _named(world: World, honest: str, parts: Callable[[bytes], Iterable[list[byt
     (sent,) = world.said(alignment.Outputs, honest)
     seen = set(alignment._split(sent.outputs))
     elements = {str(s): b"\1" + str(s).encode() for s in SPACE}
-    return {s for s, e in elements.items() if any(alignment.output(e, p) in seen for p in parts(e))}
+    return {
+        s for s, e in elements.items() if any(alignment.output(alignment.secret_of(e, p)) in seen for p in parts(e))
+    }
 
 
 def _keyed_hashes(key: bytes, table: Table) -> set[bytes]:
@@ -751,6 +753,42 @@ def test_silos_are_not_told_two_orders(short: None) -> None:
     assert {len(p) for p in world.people()} == {2}
     with pytest.raises(ProtocolError, match="another common order was signed"):
         world.match()
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_a_silo_that_copies_anothers_outputs_holds_nobody(
+    short: None, monkeypatch: pytest.MonkeyPatch, proved: bool
+) -> None:
+    """One that lists strangers hands the matcher the outputs of another as its own. All checks are among them. The
+    control is a signature on the order alone, which it can make: all whom the others share are then matched."""
+    if not proved:
+        monkeypatch.setattr(alignment._Session, "held", lambda self, silo, common, secrets: self.order(common))
+    world = World({**TABLES, "a": [f"nobody {k}" for k in range(6)]})
+    key, other = world.keys["a"], world.silos["b"]
+
+    def exchange(messages: Messages) -> dict[str, bytes]:
+        asked = CODEC.unpack_any(next(iter(messages.values())))
+        if not isinstance(asked, alignment.OutputsRequest | alignment.Common | alignment.Agreed):
+            return world.exchange(messages)
+        replies = {n: world.silos[n].handle(m) for n, m in messages.items() if n != "a"}
+        session = other._agreed_session()
+        if isinstance(asked, alignment.OutputsRequest):
+            copied = CODEC.unpack(replies["b"], alignment.Outputs).outputs
+            mine: Any = alignment.Outputs(copied, key.sign(session.outputs(0, copied)))
+        elif isinstance(asked, alignment.Common):
+            mine = alignment.Ordered(key.sign(session.held(0, asked.outputs, bytes(len(asked.outputs)))))
+        else:
+            mine = alignment.Ready(0)
+        return {**replies, "a": CODEC.pack(mine)}
+
+    if not proved:
+        world.match(exchange)
+        assert [len(world.silos[n].alignment().rows) for n in "bc"] == [3, 3]
+        return
+    with pytest.raises(ProtocolError, match="'a' did not sign this order, as who lists all of these people can"):
+        world.match(exchange)
+    with pytest.raises(ProtocolError, match="not agreed on an order"):
+        other.alignment()
 
 
 def test_silos_that_normalise_differently_are_told(short: None) -> None:

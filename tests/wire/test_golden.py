@@ -100,6 +100,8 @@ def _statements() -> dict[str, bytes]:
         "matching evaluated": matching.evaluated(1, blinded, bytes([3]) * 32),
         "matching outputs": matching.outputs(0, bytes([4]) * 32),
         "matching order": matching.order(bytes([4]) * 32),
+        "matching held": matching.held(1, bytes([4]) * 32, bytes([5]) * 32),
+        "matching output": alignment.output(alignment.secret_of(b"x", [bytes([6]) * 32, bytes([7]) * 32])),
         "unheld": session.unheld_statement(bytes([6]) * 32, b"\x05"),
         "survivors": session.survivors_statement(*named),
         "shared past": past,
