@@ -670,7 +670,8 @@ class MixedModel(FederatedModel):
         of = self.of._replace(additions=weighed, most={})
         names = sorted({*of.used, *([of.response.name] if scored else [])})
         try:
-            found = code_columns(data, of.dictionary, "refuse", names)
+            # One patient may stand in several rows here, as at several doses.
+            found = code_columns(data, of.dictionary, "refuse", names, every_id=False)
         except InputError as error:
             raise type(error)(f"predict: {error}") from None
         frame = {of.response.name: np.zeros(found.read, dtype=np.int64), **found.columns}

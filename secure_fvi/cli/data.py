@@ -147,7 +147,9 @@ def check(
     gaps = {int(row) for f in found.findings if f.what == GAP for row in f.rows}
     if wrong:
         hint = remedy(found.findings)
-        raise DataError(f"{table}: {len(wrong)} of {len(used)} columns do not fit: {', '.join(sorted(wrong))}{hint}")
+        raise DataError(
+            f"{table}: {len(wrong)} of {len({*used, *wrong})} columns do not fit: {', '.join(sorted(wrong))}{hint}"
+        )
     if len(gaps) == found.read:
         raise DataError(f"{table}: no row is without a gap")
     if model is not None:
