@@ -332,7 +332,7 @@ def _form(about: Mapping[str, Any], name: str) -> str:
         if about[kind] and about[kind] + about["small"] == cells:
             without = f"replace(regexp_replace({_name(name)}, '[^{keep}]', '', 'g'), ',', '.')"
             return f"numbers with {mark} between thousands: take them out {_by_query(name, without)}"
-    if about["other_days"] == cells:
+    if about["other_days"] and about["other_days"] + about["days"] == cells:
         return "dates in another form: write them as 2024-12-31 in a query"
     if about["times"] == cells:
         first = f"left(CAST({_name(name)} AS VARCHAR), 10)"
