@@ -694,8 +694,7 @@ class MixedModel(FederatedModel):
     @property
     def columns(self) -> list[str]:
         """Of a silo's table, those that are read; where a row is a record, its own id too, if there is one."""
-        known = self.of.dictionary.columns.get(RECORD_ID)
-        ids = [RECORD_ID] if known is not None and known.unique and self.record_label is None else []
+        ids = {RECORD_ID}.intersection(self.of.dictionary.all_different if self.record_label is None else ())
         return sorted({self.of.response.name, *self.of.used, *ids})
 
     def few_said(self, columns: Frame) -> str:
