@@ -158,6 +158,12 @@ class Dictionary:
             raise InputError(f"the dictionary has no column '{name}'{nearest(name, self.columns)}")
         return self.columns[name]
 
+    @property
+    def all_different(self) -> list[str]:
+        """Columns of which no value stands twice: those that are unique, and records' own ids."""
+        own = {RECORD_ID} if RECORD_ID in self.columns and self[RECORD_ID].kind != "id" else set()
+        return [name for name, column in self.columns.items() if column.unique or name in own]
+
     def check_reviewed(self, names: Iterable[str]) -> None:
         """Raise InputError where one of these columns is a draft that nobody has looked at."""
         drafts = [f"'{name}' ({self[name].review})" for name in names if self[name].review]

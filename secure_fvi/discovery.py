@@ -45,6 +45,10 @@ _MEDIAN_DRAWS = 999  # for priors that have neither a finite mean nor a quantile
 _FARTHEST_START = 50.0
 
 
+#: What becomes of a site that has a value and is no record's.
+_KNOWN = "; a parameter whose value is known is a number in the program, in place of a site with obs or pyro.condition"
+
+
 class Discovery(Messenger):  # type: ignore[misc]
     """Sets each latent to where it starts and notes its shape and role."""
 
@@ -107,7 +111,7 @@ class Discovery(Messenger):  # type: ignore[misc]
         if not plate_dim:
             raise InputError(
                 f"observed site '{name}' is outside the record plate '{self.model.record_plate}'; "
-                "data must belong to records"
+                f"data must belong to records{_KNOWN}"
             )
         wanted = tuple(fn.shape())
         if not isinstance(value, Tensor):
@@ -128,10 +132,9 @@ class Discovery(Messenger):  # type: ignore[misc]
 
     def _latent(self, msg: Any, plate_dim: int) -> None:
         fn, name = msg["fn"], msg["name"]
-        with contextlib.suppress(NotImplementedError):  # of what has no support, which is refused below
-            if fn.has_enumerate_support or getattr(fn.support, "is_discrete", False):
-                self._discrete(msg, plate_dim)
-                return
+        if _is_discrete(fn):
+            self._discrete(msg, plate_dim)
+            return
         inner = fn
         while hasattr(inner, "base_dist"):
             if isinstance(inner, ZeroInflatedDistribution):
@@ -166,15 +169,15 @@ class Discovery(Messenger):  # type: ignore[misc]
         """Note a site that the density sums out, at its first value; raises InputError for what it cannot."""
         fn, name = msg["fn"], msg["name"]
         what = f"latent site '{name}' is discrete ({kind_of(fn)})"
-        if not fn.has_enumerate_support:
-            raise InputError(
-                f"{what} and has no end of values to sum over; observe its marginal (GammaPoisson for a Poisson of a "
-                "Gamma rate, say)"
-            )
         if not plate_dim:
             raise InputError(
                 f"{what} and belongs to no record: only a record's own can be summed out, since others make records "
                 "depend on each other. Give weights a continuous prior in its place, or fit each of its values"
+            )
+        if not fn.has_enumerate_support:
+            raise InputError(
+                f"{what} and has no end of values to sum over; observe its marginal (GammaPoisson for a Poisson of a "
+                "Gamma rate, say)"
             )
         if any(size != 1 for k, size in enumerate(fn.batch_shape) if k - len(fn.batch_shape) != plate_dim):
             raise InputError(
@@ -236,6 +239,12 @@ class Discovery(Messenger):  # type: ignore[misc]
                     parts.append(value.reshape(-1))
         empty = torch.zeros((self.records, 0) if role == "record" else (0,), dtype=self.dtype, device=self.device)
         return torch.cat(parts, -1) if parts else empty
+
+
+def _is_discrete(fn: Any) -> bool:
+    with contextlib.suppress(NotImplementedError):  # of what has no support, which is refused for that
+        return fn.has_enumerate_support or bool(getattr(fn.support, "is_discrete", False))
+    return False
 
 
 def _check_whole(msg: Any) -> None:
@@ -366,7 +375,7 @@ def as_model(model: FederatedModel | Callable[..., Any], schema: Schema, dtype: 
     if alone is not None:
         raise InputError(
             f"observed site '{alone}' is in no plate of as many elements as there are records: what is observed, or "
-            "conditioned on, belongs to records"
+            f"conditioned on, belongs to records{_KNOWN}"
         )
     if len(plates) != 1:
         have = f"; there are: {', '.join(sorted(plates))}" if plates else ""
@@ -393,7 +402,7 @@ class _Plates(Discovery):
             if msg["cond_indep_stack"] or not isinstance(msg["fn"], Unit):
                 plates = {frame.name for frame in msg["cond_indep_stack"] if frame.size == self.records}
                 self.around[msg["name"]] = plates
-        elif not msg["fn"].has_enumerate_support:
+        elif not _is_discrete(msg["fn"]):
             msg["value"], msg["done"] = self._centred(msg["name"], msg["fn"])[0], True
 
 

@@ -726,8 +726,7 @@ def columns_of(formula: str, dictionary: Dictionary) -> list[str]:
         names.update(Design(text, formula, dictionary).columns)
     for text in (*parsed.offsets, *parsed.additions.values()):
         names.update(Expression(text, formula, dictionary).columns)
-    ids = dictionary.columns.get(RECORD_ID)
-    return sorted(names | ({RECORD_ID} if ids is not None and ids.unique else set()))
+    return sorted(names | {RECORD_ID}.intersection(dictionary.all_different))
 
 
 def few_records(

@@ -670,7 +670,8 @@ class MixedModel(FederatedModel):
         of = self.of._replace(additions=weighed, most={})
         names = sorted({*of.used, *([of.response.name] if scored else [])})
         try:
-            found = code_columns(data, of.dictionary, "refuse", names)
+            # One patient may stand in several rows here, as at several doses.
+            found = code_columns(data, of.dictionary, "refuse", names, every_id=False)
         except InputError as error:
             raise type(error)(f"predict: {error}") from None
         frame = {of.response.name: np.zeros(found.read, dtype=np.int64), **found.columns}
@@ -693,8 +694,7 @@ class MixedModel(FederatedModel):
     @property
     def columns(self) -> list[str]:
         """Of a silo's table, those that are read; where a row is a record, its own id too, if there is one."""
-        known = self.of.dictionary.columns.get(RECORD_ID)
-        ids = [RECORD_ID] if known is not None and known.unique and self.record_label is None else []
+        ids = {RECORD_ID}.intersection(self.of.dictionary.all_different if self.record_label is None else ())
         return sorted({self.of.response.name, *self.of.used, *ids})
 
     def few_said(self, columns: Frame) -> str:

@@ -93,9 +93,10 @@ def _check_program(point: Point, rows: Params, importance_samples: int) -> None:
             "outside of it, or its data), or asks for the time"
         )
     if not bool(torch.isfinite(first.shared)) or not bool(torch.isfinite(first.silo)):
+        why = problem.density.misplaced(problem, rows=rows)
         raise InputError(
-            "the log density of the global sites is not finite near the start; look at their priors, or say where to "
-            "begin with start={...}"
+            f"the log density of the global sites is not finite near the start{f': {why}' if why else ''}; look at "
+            "their priors, or say where to begin with start={...}"
         )
     found = dependent(point, rows)
     if found.records:
@@ -114,7 +115,8 @@ def _check_program(point: Point, rows: Params, importance_samples: int) -> None:
 
 _DRAWS = (
     "the model draws random numbers by itself (torch, numpy or random), anew each time that it is run, or from a "
-    "generator of its own; draw with pyro.sample alone, which the fit sees"
+    "generator of its own, or hides a site, which then draws so too (poutine.block); draw with pyro.sample alone, "
+    "which the fit sees"
 )
 
 

@@ -193,7 +193,7 @@ class _Parameters(Messenger):  # type: ignore[misc]
     def __init__(self, far: bool = True) -> None:
         """far: where numbers may have run out of digits, so that 0 and what is none are passed over."""
         super().__init__()
-        self.said, self.far = "", far
+        self.said, self.far, self.by = "", far, ""
         self.latents: Params = {}
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -205,10 +205,10 @@ class _Parameters(Messenger):  # type: ignore[misc]
             nearly = torch.nextafter(given.detach(), torch.full_like(given, np.inf))
             number = ~torch.isnan(given if given.dim() == bad.dim() else given.sum(-1))
             if not self.far or bool((~constraint.check(nearly) & number).any()):
-                sites = _names(given, self.latents)
+                self.by = _names(given, self.latents)
                 self.said = (
                     f"site '{msg['name']}' has a {name} that {kind_of(msg['fn'])} does not take "
-                    f"({described(constraint)}){f', by {sites},' if sites else ''}"
+                    f"({described(constraint)}){f', by {self.by},' if self.by else ''}"
                 )
                 return
 
@@ -316,6 +316,7 @@ def misplaced(problem: Problem, z_global: Tensor | None = None, rows: Params | N
     given = rows or {name: value.to(problem.device) for name, value in problem.schema.dummy_rows(MADE).items()}
     rng, centre = torch.Generator().manual_seed(0), problem.start.z_global if z_global is None else z_global
     point = Point(problem, len(next(iter(given.values()))), spread=0.0)
+    went = "" if z_global is None else " where the fit went"
     for radius in (0.0, 0.01, 0.1, 0.3, 1.0, 3.0):
         for _ in range(_AROUND if radius else 1):
             step = radius * torch.randn(centre.shape, generator=rng, dtype=torch.float64)
@@ -325,9 +326,10 @@ def misplaced(problem: Problem, z_global: Tensor | None = None, rows: Params | N
                 run = problem.density.run(point.latents(), point.theta, given)
                 formula = problem.model.identity is not None  # whose user wrote no distribution
                 if looks.said:
-                    return f"{looks.said} where the fit went{f': {_OF_FORMULAS}' if formula else f'. {REMEDY}'}"
+                    cure = f": {_OF_FORMULAS}" if formula else f". {REMEDY}" if looks.by else ""
+                    return f"{looks.said}{went}{cure}"
                 for name in sorted(run.own, key=lambda name: name in run.latents):
-                    if said := _unbounded(name, run, looks.latents, formula):
+                    if said := _unbounded(name, run, looks.latents, formula, went):
                         return said
             point = point.of(torch.arange(min(len(point.z_record), SOME)))
             given = {name: value[:SOME] for name, value in given.items()}
@@ -341,20 +343,18 @@ _OF_FORMULAS = (
 )
 
 
-def _unbounded(name: str, run: Evaluation, latents: Params, formula: bool) -> str:
-    """A site whose term is no number, -inf, or so low that something was to forbid it."""
+def _unbounded(name: str, run: Evaluation, latents: Params, formula: bool, went: str) -> str:
+    """A site whose term is no number, -inf, or so low that something was to forbid it. went: where, in words."""
     term = run.own[name]
     value, by_hand = float(term.detach()), name in run.factors
     if np.isfinite(value) and (value > -_FORBIDDEN or not by_hand):
         return ""
     sites = _names(term, latents, all_used=True)
-    low = "no number" if np.isnan(value) else f"{value:g}"
+    low = f"is {'no number' if np.isnan(value) else f'{value:g}'}{went}{f', by {sites}' if sites else ''}"
     if formula:
-        return (
-            f"the log density of '{name}' is {low} where the fit went{f', by {sites}' if sites else ''}: {_OF_FORMULAS}"
-        )
+        return f"the log density of '{name}' {low}: {_OF_FORMULAS}"
     return (
-        f"the log density of site '{name}' is {low} where the fit went{f', by {sites}' if sites else ''}: a bound that "
+        f"the log density of site '{name}' {low}: a bound that "
         "moves with latents (a pyro.factor of -inf, say), or the logarithm or root of what they make less than 0. No "
         "normal q stays on one side of it: take a distribution with a tail or a penalty that grows smoothly, and "
         "priors that end where log p does"

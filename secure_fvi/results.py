@@ -101,14 +101,16 @@ class RunSummary:
     elbo: float | None
     converged: bool | None  # None: not assessed
     convergence: dict[str, Any]  # "reason", one line, and the numbers that the verdict rests on
-    posterior: SitePosteriors
+    posterior: SitePosteriors  # of a formula's standardised sites, as the program has them: see `sample`
     theta: Params  # in the model's own space
     metrics: dict[str, Any]
     aggregation: dict[str, Any]
     privacy: dict[str, Any] | None
 
     def sample(self, n: int, seed: int = 0) -> Params:
-        """`n` draws of every global site, (n, *shape) each, in the model's own space. Everyone may see them."""
+        """`n` draws of every global site, (n, *shape) each, in the model's own space. Of a formula these are its
+        standardised sites, as in `posterior`, and no coefficients of the table: `named` makes those of them. Everyone
+        may see them."""
         raise NotImplementedError
 
     def summary(self) -> Summary:
@@ -162,7 +164,8 @@ class RunSummary:
         return to_arviz(self.named(draws), about)
 
     def named(self, draws: Params) -> Params:
-        """Draws under the names that users read."""
+        """Draws, as of `sample`, under the names that users read: of a formula its coefficients and sds, in the units
+        of its tables, as in `summary`. Others stay as they are."""
         return draws
 
     def _quantiles(self) -> Params | None:
@@ -229,8 +232,9 @@ class Result(RunSummary):
     local: Mapping[str, LocalPosterior]  # by silo, where the silos are in this process; never saved
 
     def sample(self, n: int, seed: int = 0) -> Params:
-        """`n` draws of every global site, (n, *shape) each, in the model's own space. Raises InputError for n < 1.
-        Everyone may see them."""
+        """`n` draws of every global site, (n, *shape) each, in the model's own space. Of a formula these are its
+        standardised sites, as in `posterior`, and no coefficients of the table: `named` makes those of them. Raises
+        InputError for n < 1. Everyone may see them."""
         return draw_global(self.problem, self.variational, n, seed)
 
     @property

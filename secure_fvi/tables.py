@@ -268,6 +268,12 @@ def remedy(findings: Iterable[Finding]) -> str:
             f"; a '{RECORD_ID}' that is a whole number or unique is the records' own, all different: where a record "
             'has several rows, give it kind = "id" in the dictionary, without unique'
         )
+    if _AGAIN in found:
+        own = _identifier(found[_AGAIN])
+        return (
+            f"; '{found[_AGAIN]}' is unique in the dictionary: leave the copies out, as by the query SELECT DISTINCT "
+            f"ON ({own}) * FROM {TABLE} ORDER BY ALL, or, where these are several rows of one, delete unique there"
+        )
     if _UNREADABLE["boolean"] in found:
         return (
             f"; truth values are true and false, or 1 and 0: where cells of '{found[_UNREADABLE['boolean']]}' say it "
@@ -301,7 +307,7 @@ def check_table(
     cannot be read at all or lacks a column. spoilt: as of `opened`."""
     keys = json_columns(files, dictionary, columns) if isinstance(dictionary, Dictionary) else columns
     with opened(files, query, memory, seconds, spoilt, keys) as table:
-        found = _checked(table, dictionary, only)
+        found = _checked(table, dictionary, only, not spoilt)
         return found._replace(spoilt=(*table.left_out, *_lines_left_out(table))) if spoilt else found
 
 
@@ -330,15 +336,23 @@ def _lines_left_out(table: Opened) -> tuple[str, ...]:
 
 
 def code_columns(
-    table: Any, dictionary: Dictionary, missing: Missing = "refuse", only: Iterable[str] | None = None
+    table: Any,
+    dictionary: Dictionary,
+    missing: Missing = "refuse",
+    only: Iterable[str] | None = None,
+    every_id: bool = True,
 ) -> Coded:
-    """As `read_coded`, of a table in memory: a dict of columns, or a pandas, polars or Arrow table."""
-    with _held(table, list(dictionary.columns if only is None else only)) as held:
-        found = _checked(held, dictionary, only)
+    """As `read_coded`, of a table in memory: a dict of columns, or a pandas, polars or Arrow table. every_id: whether
+    repeats are looked for in columns of ids that are not `only` too."""
+    ids = dictionary.all_different if every_id else []
+    with _held(table, list(dictionary.columns if only is None else {*only, *ids})) as held:
+        found = _checked(held, dictionary, only, every_id)
     return _fitting(found, missing, remedy(f for f in found.findings if f.what != _COMMA))  # there is no query
 
 
-def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded:
+def _checked(table: Opened, coding: Coding, only: Iterable[str] | None, every_id: bool) -> Coded:
+    """every_id: in columns of ids that are not `only` too, where the table has them, repeats are looked for, since rows
+    that stand twice count twice in any model. Of gaps and ranges there nothing is said: nobody uses these columns."""
     dictionary = coding if isinstance(coding, Dictionary) else coding(table.types)
     wanted = list(dictionary.columns if only is None else only)
     for name in wanted:
@@ -351,19 +365,25 @@ def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded
             if alike := [n for n in table.types if n.lower() == name.lower()]:
                 hint = f"; there is '{alike[0]}', in other letters: write it so in the dictionary, or rename it"
             raise DataError(f"the table has no column '{name}'{hint}")
+    ids = dictionary.all_different
+    others = [name for name in ids if every_id and name in table.types and name not in wanted]
+    for name in [*wanted, *others]:
         if is_nested(table.types[name]):
             raise DataError(f"column '{name}' holds lists, structures or bytes; take them apart in the query")
     dictionary.check_reviewed(wanted)
-    values, status = _fetched(table, {name: dictionary[name] for name in wanted})
+    values, status = _fetched(table, {name: dictionary[name] for name in [*wanted, *others]})
     findings = [f for name in wanted for f in _findings(name, dictionary[name], status[name])]
     names: dict[str, list[str]] = {}
     for name in wanted:
         column, fits = dictionary[name], status[name] == 0
-        if column.unique or (name == RECORD_ID and column.kind != "id"):
+        if name in ids:
             findings += _repeated(name, values[name], fits)
         if column.at_most in values:
             above = fits & (status[column.at_most] == 0) & (values[name] > values[column.at_most])
             findings += _finding(name, f"a value above '{column.at_most}'", above)
+    for name in others:
+        findings += _finding(name, _UNREADABLE[dictionary[name].kind], np.isin(status[name], (2, 4)))
+        findings += _repeated(name, values.pop(name), np.isin(status[name], (0, 3)))
     for name in wanted:
         if dictionary[name].kind == "id":
             values[name], names[name] = _coded_ids(values[name])

@@ -1832,10 +1832,12 @@ def test_columns_of_a_formula_are_those_that_are_read_by_any_of_its_models(formu
     """Records' own ids too, by a gap in which a row is left out of one formula and not of another."""
     columns = {"y": Column("number", centre=0, scale=1), "x": Column("number", centre=0, scale=1)}
     columns |= {name: Column("id") for name in ("who", "visit")}
-    with_ids = Dictionary({**columns, "record_id": Column("id", unique=True)})
-    assert set(sf.glmm(formula, dictionary=with_ids).columns) <= set(columns_of(formula, with_ids))
-    assert "record_id" in columns_of(formula, with_ids)
-    assert "record_id" not in columns_of(formula, Dictionary(columns))
+    for own in (Column("id", unique=True), Column("integer")):
+        with_ids = Dictionary({**columns, "record_id": own})
+        assert set(sf.glmm(formula, dictionary=with_ids).columns) <= set(columns_of(formula, with_ids))
+        assert "record_id" in columns_of(formula, with_ids)
+    for other in ({}, {"record_id": Column("id")}):
+        assert "record_id" not in columns_of(formula, Dictionary(columns | other))
 
 
 @pytest.mark.parametrize(

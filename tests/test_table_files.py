@@ -238,6 +238,37 @@ def test_one_record_takes_no_other_away(tmp_path: Path, own: str) -> None:
     assert gone(*joins[0], own="serial") == {0.5, 1.5, 2.5, 3.5}
 
 
+@pytest.mark.parametrize("name", ["serial", "record_id"])
+def test_a_repeated_id_is_seen_in_a_column_that_nobody_names(tmp_path: Path, name: str) -> None:
+    """A patient who stands twice counts twice, whatever columns a model reads; gaps and ranges there are nobody's
+    matter. Where each record is private for itself nobody looks: a refusal, or whom it leaves out, would tell of one.
+    The controls: other ids, ids of which the dictionary does not say so, and a table that lacks them."""
+    own = Column("integer", high=9.0, unique=name == "serial")
+    d = Dictionary({name: own, "x": Column("number"), "g": Column("id")})
+
+    def read(*ids: str, d: Dictionary = d, spoilt: str | None = None) -> list[Any]:
+        file = write(tmp_path / "t.csv", [[i, str(k), "a"] for k, i in enumerate(ids)], [name, "x", "g"])
+        found = read_coded(file, d, only=["x"], spoilt=spoilt), code_columns({name: ids, "x": range(len(ids))}, d,
+            only=["x"])  # fmt: skip
+        return [f.columns["x"].tolist() for f in found if set(f.columns) == {"x"}]
+
+    assert read("1", "", "77", "") == [[0.0, 1.0, 2.0, 3.0]] * 2
+    for bad in (("1", "2", "1", "1"), ("77", "2", "77", "77")):
+        with pytest.raises(DataError, match=rf"column '{name}': an id of an earlier row in 2 rows \(3, 4\); .*unique"):
+            read(*bad)
+    with pytest.raises(DataError, match=f"column '{name}': no whole number"):
+        read("1", "A-7")
+    apart = Dictionary({**d.columns, name: Column("id" if name == "record_id" else "integer")})
+    assert read("1", "2", "1", d=apart) == [[0.0, 1.0, 2.0]] * 2
+    assert code_columns({"x": [1.0]}, d, only=["x"]).read == 1
+    assert code_columns({name: [1, 1], "x": [1.0, 2.0]}, d, only=["x"], every_id=False).read == 2  # as predict does
+    file = write(tmp_path / "t.csv", [["1", "0", "a"], ["1", "1", "a"], ["A-7", "2", "a"]], [name, "x", "g"])
+    assert [len(read_coded(file, d, only=["x"], spoilt=own).columns["x"]) for own in ("record_id", "")] == [3, 3]
+    by_query = f'SELECT DISTINCT ON ("{name}") * FROM data ORDER BY ALL'  # as the remedy of others says
+    assert read_coded(write(tmp_path / "t.csv", [["1", "0", "a"], ["1", "1", "a"]], [name, "x", "g"]), d, by_query,
+                      only=["x"]).read == 1  # fmt: skip
+
+
 def test_lines_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path) -> None:
     """The control: any of them is refused. What takes in the lines behind it is no line's own fault."""
     path, d = tmp_path / "t.csv", Dictionary({"a": Column("integer"), "b": Column("integer")})

@@ -147,7 +147,9 @@ def check(
     gaps = {int(row) for f in found.findings if f.what == GAP for row in f.rows}
     if wrong:
         hint = remedy(found.findings)
-        raise DataError(f"{table}: {len(wrong)} of {len(used)} columns do not fit: {', '.join(sorted(wrong))}{hint}")
+        raise DataError(
+            f"{table}: {len(wrong)} of {len({*used, *wrong})} columns do not fit: {', '.join(sorted(wrong))}{hint}"
+        )
     if len(gaps) == found.read:
         raise DataError(f"{table}: no row is without a gap")
     if model is not None:
@@ -330,7 +332,7 @@ def _form(about: Mapping[str, Any], name: str) -> str:
         if about[kind] and about[kind] + about["small"] == cells:
             without = f"replace(regexp_replace({_name(name)}, '[^{keep}]', '', 'g'), ',', '.')"
             return f"numbers with {mark} between thousands: take them out {_by_query(name, without)}"
-    if about["other_days"] == cells:
+    if about["other_days"] and about["other_days"] + about["days"] == cells:
         return "dates in another form: write them as 2024-12-31 in a query"
     if about["times"] == cells:
         first = f"left(CAST({_name(name)} AS VARCHAR), 10)"

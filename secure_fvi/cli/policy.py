@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -129,7 +130,13 @@ def _judge(home: Path, found: SitePolicy, config: Asked, installed: str | None) 
         raise InputError(f"{config} does not ask this site, '{site.id}', but {', '.join(silos)}")
     roster, model = site.roster(now()), manifest(job, installed).hash
     offer = make_offer(job, roster, roster.of_role("server")[0].id, model, now(), config.path.stem, silos=silos)
-    return Decision(offer, roster, found, judge(offer, found, site.role, roster, site.id))
+    rule = judge(offer, found, site.role, roster, site.id)
+    named = [] if rule is None else [p for p in (rule.path, *rule.tables.values()) if p is not None]
+    if gone := next((path for path in named if not os.access(path, os.R_OK)), None):
+        raise InputError(
+            f"there is no file '{gone}' that can be read, which the policy names, so the job would be refused"
+        )
+    return Decision(offer, roster, found, rule)
 
 
 @policy.command()

@@ -57,15 +57,13 @@ def status(context: click.Context, home: Path, as_json: bool, serve: str | None,
 
 
 def _plain(found: Status) -> dict[str, Any]:
-    from secure_fvi.deployment.status import state_of
-
     return {
         **{name: getattr(found, name) for name in ("id", "role", "roster")},
         "last": found.last.isoformat() if found.last else None,
         "jobs": [
             {
                 "job": job.job,
-                "state": state_of(job),
+                "state": found.state(job),
                 **{n: getattr(job, n) for n in ("exchanges", "releases", "bytes_received", "bytes_sent")},
                 **{n: job.fields[n] for n in ("data_set", "epsilon", "delta", "reason")},
             }
@@ -80,14 +78,13 @@ def _plain(found: Status) -> dict[str, Any]:
 
 def _text(found: Status) -> str:
     from secure_fvi.deployment.names import format_time, now, printable
-    from secure_fvi.deployment.status import state_of
 
     lines = [f"'{found.id}', {found.role}, roster {found.roster or 'none'}"]
     for job in found.jobs:
         epsilon = "" if job.fields["epsilon"] is None else f", epsilon {job.fields['epsilon']:g}"
         reason = f": {job.fields['reason']}" if job.fields["reason"] else ""
         lines.append(
-            f"  job {job.job}: {state_of(job)}{reason}{epsilon}, {job.exchanges} messages, "
+            f"  job {job.job}: {found.state(job)}{reason}{epsilon}, {job.exchanges} messages, "
             f"{job.bytes_received} bytes in, {job.bytes_sent} out"
         )
     if (going := found.going) is not None:

@@ -51,12 +51,22 @@ class Status(NamedTuple):
     problems: tuple[str, ...]  # files that cannot be read or do not hang together; data that did not fit the newest job
     going: Going | None = None  # while a process of the site runs
 
-    def quiet(self, now: datetime.datetime) -> float:
-        """Seconds since the log's newest row; 0 where the job that goes on, or else the newest, is not open: one that
-        was given up for a newer one stays open for good."""
+    @property
+    def current(self) -> JobRecord | None:
+        """The job that goes on, or else the newest that was accepted."""
         jobs = {job.job: job for job in self.jobs if job.accepted}
-        job = jobs.get(self.going.job if self.going else "") or next(reversed(jobs.values()), None)
-        is_open = job is not None and job.outcome is None
+        return jobs.get(self.going.job if self.going else "") or next(reversed(jobs.values()), None)
+
+    def state(self, job: JobRecord) -> str:
+        """In one word. A job that was given up has no end in the log, since it may go on by its id: the current one is
+        open then, and one that was left for another unfinished."""
+        if not job.accepted:
+            return "refused"
+        return job.outcome or ("open" if job is self.current else "unfinished")
+
+    def quiet(self, now: datetime.datetime) -> float:
+        """Seconds since the log's newest row; 0 where no job is open."""
+        is_open = self.current is not None and self.current.outcome is None
         return (now - self.last).total_seconds() if self.last is not None and is_open else 0.0
 
 
@@ -133,7 +143,7 @@ class SiteCollector(Collector):
             yield family
         states = GaugeMetricFamily("secure_fvi_job_state", "1 for the state a job is in", labels=["job", "state"])
         for job in status.jobs:
-            states.add_metric([job.job, state_of(job)], 1)
+            states.add_metric([job.job, status.state(job)], 1)
         yield states
         quiet = GaugeMetricFamily("secure_fvi_quiet_seconds", "Since the log's newest row, while a job is open")
         quiet.add_metric([], status.quiet(now))
@@ -160,11 +170,6 @@ class SiteCollector(Collector):
             gauge = GaugeMetricFamily(f"secure_fvi_{name}", f"Lines under '{name}' of secure-fvi status")
             gauge.add_metric([], count)
             yield gauge
-
-
-def state_of(job: JobRecord) -> str:
-    """In one word."""
-    return "refused" if not job.accepted else job.outcome or "open"
 
 
 class Monitor(ThreadingHTTPServer):

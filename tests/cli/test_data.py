@@ -151,6 +151,7 @@ WRITTEN: list[tuple[list[str], str, tuple[str, ...], str]] = [
     (["2024-01-05T08:30:00Z", "2024-01-06T00:00:00+02:00"], "id", (), "where the day is enough"),
     (["2024-01-05T00:00", "2024-12-06"], "date", (), ""),
     (["01-Jan-2024", "3 May 2024"], "id", (), "dates in another form"),
+    (["2021-03-05", "05/03/2021"], "id", (), "dates in another form"),
     (["Yes", "No", "Yes"], "category", (), ""),
     (["TRUE", "false"], "boolean", (), ""),
     (["Yes", "yes", "no"], "category", (), "'Yes' and 'yes' differ in case alone"),

@@ -436,6 +436,11 @@ def pareto_from_a_latent_on(y: Tensor) -> None:
         pyro.sample("y", dist.Pareto(least, 1.0).to_event(1), obs=y)
 
 
+@mistake("latent site 'k' is discrete (Poisson) and belongs to no record")
+def discrete_without_end_of_all(y: Tensor) -> None:
+    _observe(y, _level() + pyro.sample("k", dist.Poisson(2.0)))
+
+
 @mistake("latent site 'k' is discrete (Poisson) and has no end of values to sum over")
 def discrete_without_end(y: Tensor) -> None:
     mu = _level()
@@ -716,7 +721,12 @@ def scale_that_may_be_negative(y: Tensor) -> None:
     _observe(y, _level(), pyro.sample("scale", dist.Normal(-1.0, 1.0)))
 
 
-@mistake("of the global sites is not finite near the start")
+@mistake("is not finite near the start: site 'mu' has a scale that Normal does not take (numbers above 0); look at")
+def prior_of_a_number_that_is_none(y: Tensor) -> None:
+    _observe(y, pyro.sample("mu", dist.Normal(0.0, -2.0)))
+
+
+@mistake("is not finite near the start: site 'mu' has a scale that Normal does not take (numbers above 0), by 'scale'")
 def prior_that_is_none(y: Tensor) -> None:
     scale = pyro.sample("scale", dist.HalfNormal(1.0))
     _observe(y, pyro.sample("mu", dist.Normal(0.0, -scale)))
@@ -745,7 +755,14 @@ def tosses_a_coin(y: Tensor) -> None:
     _observe(y, mu + 1 if random.random() < 0.5 else mu)
 
 
-@mistake("observed site 'mu' is outside the record plate")
+@mistake("or hides a site, which then draws so too (poutine.block)")
+def hidden(y: Tensor) -> None:
+    with poutine.block(hide=["mu"]):
+        mu = _level()
+    _observe(y, mu, pyro.sample("sd", dist.HalfNormal(1.0)))
+
+
+@mistake("a parameter whose value is known is a number in the program, in place of a site with obs or pyro.condition")
 def conditioned(y: Tensor) -> None:
     with poutine.condition(data={"mu": torch.tensor(1.0)}):
         mu = _level()
@@ -1165,6 +1182,16 @@ def test_a_bare_function_that_conditions() -> None:
 
     with pytest.raises(InputError, match="observed site 'mu' is in no plate"):
         build(pyro.condition(program, data={"mu": torch.tensor(1.0)}), PLAIN)
+
+
+def test_a_bare_function_with_a_discrete_site_of_all_records() -> None:
+    def program(y: Tensor) -> None:
+        k = pyro.sample("k", dist.Poisson(2.0))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(k, 1.0), obs=y)
+
+    with pytest.raises(InputError, match=r"'k' is discrete \(Poisson\) and belongs to no record"):
+        sf.fit(program, PLAIN)
 
 
 def test_a_bare_function_that_subsamples() -> None:

@@ -316,6 +316,22 @@ def test_what_does_not_fit_is_refused_before_any_round_and_told_to_nobody(
         assert secret not in study.log().replace(FORMULA, "")
 
 
+@pytest.mark.slow  # what reads the table is of the first tier, in test_table_files.py
+def test_a_visit_that_stands_twice_is_refused_by_an_id_that_the_formula_does_not_name(study: Study) -> None:
+    """The control: the same table under a dictionary that does not call the id unique."""
+    head, *rows = study.rows(0)
+    once = [f"{head},stay_no", *(f"{row},s{k}" for k, row in enumerate(rows))]
+    by = DICTIONARY + '[columns.stay_no]\nkind = "id"\n'
+    study.write("east", [*once[:-3], *(row.replace(",s8", ",s1") for row in once[-3:])])
+    study.allow("east", dictionary=by)
+    assert study.join().nonce
+    study.allow("east", dictionary=by + "unique = true\n")
+    with pytest.raises(DataError, match=r"column 'stay_no': an id of an earlier row in 3 rows \(88, 89, 90\)"):
+        study.join(dataclasses.replace(study.offer(), job="two"))
+    assert "its data do not fit the model" in study.log()
+    assert "stay_no" not in study.log()
+
+
 # ---- hostile offers ----
 
 _RUN = "().__class__.__base__.__subclasses__()[0].__init__.__globals__['__builtins__']['open']('FILE', 'w')"

@@ -70,6 +70,17 @@ def test_it_shows_asks_and_writes_what_the_job_needs_and_no_more(door: Door) -> 
     assert door.policy.read_bytes() == once
 
 
+def test_a_check_sees_that_a_table_is_gone(door: Door) -> None:
+    """The control: while it was there this site would take part."""
+    assert door.allow("--without-dp", "--yes").exit_code == 0
+    words = ["policy", "check", str(door.study.job.path), "--home", str(door.home)]
+    assert "this site would take part" in CliRunner().invoke(cli, words).output
+    door.study.tables["east"].unlink()
+    answer = CliRunner().invoke(cli, words)
+    assert (answer.exit_code, "would take part" in answer.output) == (1, False)
+    assert f"no file '{door.study.tables['east']}' that can be read" in str(answer.exception)
+
+
 def test_sums_that_may_lack_silos_are_let_in_as_far_as_the_job_says(door: Door) -> None:
     sums = ("--set", "aggregation.max_missing=1", "--set", "aggregation.max_differences=2")
     least = ("--set", "aggregation.min_cohort=2")

@@ -166,7 +166,7 @@ def test_an_identity_that_is_gone_is_not_called_another(busy: World) -> None:
 
 
 def test_a_job_that_was_given_up_for_a_newer_one_is_no_ill_health(busy: World) -> None:
-    """But the newest one is, and one that a process goes on with."""
+    """Nor is it called open. But the newest one is both, and one that a process goes on with."""
     found = Reader(busy.homes["north"]).read(NOW)
     later, (done, left) = NOW + DAY, [j for j in found.jobs if j.accepted]
     assert (done.outcome, left.outcome) == ("finished", None)
@@ -174,6 +174,9 @@ def test_a_job_that_was_given_up_for_a_newer_one_is_no_ill_health(busy: World) -
     assert found._replace(jobs=(left, done)).quiet(later) == 0
     going = Going(left.job, "", "", 1, 2, (), "", os.getpid())
     assert found._replace(jobs=(left, done), going=going).quiet(later) > 3600
+    assert [found._replace(jobs=j).state(left) for j in ((done, left), (left, done))] == ["open", "unfinished"]
+    assert found._replace(jobs=(left, done), going=going).state(left) == "open"
+    assert found.state(done) == "finished"
 
 
 def test_bad_input(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
