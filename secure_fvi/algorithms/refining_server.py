@@ -340,16 +340,16 @@ class Refiner(refining.Refiner):
             return None
         try:
             known = scales(log_prior, torch.stack([q.mean(), state.z[log_w.argmax()]]), q.stddev())
-        except (RuntimeError, NotImplementedError):  # a program without second derivatives
+            if known is None:
+                return None
+            nats = state.joint - over_draws(log_prior, state.z)
+            likelihood = normal_like(state.z, nats, share, near)
+            instead = (log_w - nats + likelihood(state.z)).nan_to_num(nan=-math.inf)
+            if not float(torch.minimum(log_w.softmax(0), instead.softmax(0)).sum()) > _ALIKE:
+                return None
+            return stand_in(log_prior, likelihood, known, near, self.problem.seed)
+        except (RuntimeError, NotImplementedError):  # a program without second derivatives, or singular matrices
             return None
-        if known is None:
-            return None
-        nats = state.joint - over_draws(log_prior, state.z)
-        likelihood = normal_like(state.z, nats, share, near)
-        instead = (log_w - nats + likelihood(state.z)).nan_to_num(nan=-math.inf)
-        if not float(torch.minimum(log_w.softmax(0), instead.softmax(0)).sum()) > _ALIKE:
-            return None
-        return stand_in(log_prior, likelihood, known, near, self.problem.seed)
 
     def _funnel(self, stand: StandIn, state: Refining, log_w: Tensor, theta: Params) -> str:
         """`Found.funnel`."""
@@ -566,7 +566,10 @@ def smoothed(log_w: Tensor) -> tuple[Tensor, float]:
     log_w = log_w.nan_to_num(nan=-math.inf)
     log_w = log_w.clamp(min=float(log_w.max()) - _NOTHING)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found, khat = array_stats.psislw(-log_w.numpy())  # it takes ratios by what leaves a record out
+        try:
+            found, khat = array_stats.psislw(-log_w.numpy())  # it takes ratios by what leaves a record out
+        except ValueError:  # all of a tail are the same
+            return log_w.softmax(0), math.inf
     if not np.isfinite(found).all() or not math.isfinite(khat):
         return log_w.softmax(0), math.inf
     return torch.from_numpy(np.asarray(found)).softmax(0), float(khat)
