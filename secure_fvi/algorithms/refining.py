@@ -21,8 +21,10 @@ The weighted draws are the answer where k-hat, the effective sample size, standa
 say that they are (`refining_server.Found.against`). All of that is necessary, none sufficient: where no draw lies, no
 weight tells of it. So the points of the final sum are looked at again: no mode that they found may be without draws as
 likely, none of the posterior's mass may be with scouts alone, and draws may lie no farther from a mode than others were
-looked for. A q that was close to begin with is asked for one such sum too, and stays the answer where the wider draws
-agree.
+looked for. Where the prior is a funnel (scales of groups that silos share) its neck may be in no draw: there draws are
+tried on a posterior of which the server knows all, the prior, exactly, and a normal fitted to the likelihoods told so
+far. Where they miss a part of that they are no answer, and proposals follow it (`refining_server.StandIn`). A q that
+was close to begin with is asked for one such sum too, and stays the answer where the wider draws agree.
 """
 
 from __future__ import annotations
@@ -172,22 +174,7 @@ class Refiner:
     def draws(self, message: Broadcast) -> Tensor:
         """(DRAWS, n) of the proposal that `message` names, the same at all parties."""
         parts = unmixed(message.tensors[PROPOSAL].to("cpu", torch.float64), self.n)
-        numbers = self.n + 1 + (self.n > JOINTLY)
-        shift = torch.from_numpy(server_draws(_seed(self.problem.seed, message)).uniforms(0, numbers)[0])
-        even = torch.quasirandom.SobolEngine(numbers).draw(DRAWS, dtype=torch.float64)
-        u = ((even + shift) % 1.0).clamp(2.0**-53, 1 - 2.0**-53)
-        chances = torch.tensor([of_part * share for of_part, _ in parts for share, _ in WIDTHS], dtype=torch.float64)
-        kind = torch.bucketize(u[:, self.n].contiguous(), chances.cumsum(0)[:-1])
-        width = torch.tensor(wider(self.n), dtype=torch.float64)[kind % len(WIDTHS)]
-        mean, factor = (torch.stack(t)[kind // len(WIDTHS)] for t in zip(*(part for _, part in parts), strict=True))
-        eps = torch.special.ndtri(u[:, : self.n])
-        if self.n <= JOINTLY:
-            return mean + (factor @ (width[:, None] * eps)[..., None])[..., 0]
-        last = kind % len(WIDTHS) == len(WIDTHS) - 1
-        way = factor[torch.arange(DRAWS), (u[:, -1] * self.n).long()]  # of one dimension: what it goes by
-        way = way / way.norm(dim=1, keepdim=True)
-        along = (width - 1)[:, None] * torch.where(last[:, None], (eps * way).sum(1, keepdim=True) * way, eps)
-        return mean + (factor @ (eps + along)[..., None])[..., 0]
+        return drawn(parts, DRAWS, _seed(self.problem.seed, message))
 
 
 Mixture = list[tuple[float, Part]]
@@ -211,6 +198,27 @@ def unmixed(proposal: Tensor, n: int) -> Mixture:
         found.append((float(row[0]), Part(row[1 : 1 + n], factor)))
     total = sum(share for share, _ in found)
     return [(share / total, part) for share, part in found if share > 0]
+
+
+def drawn(parts: Mixture, count: int, seed: int) -> Tensor:
+    """(count, n) of a mixture, each of its normals in all `WIDTHS`."""
+    n = len(parts[0][1].mean)
+    numbers = n + 1 + (n > JOINTLY)
+    shift = torch.from_numpy(server_draws(seed).uniforms(0, numbers)[0])
+    even = torch.quasirandom.SobolEngine(numbers).draw(count, dtype=torch.float64)
+    u = ((even + shift) % 1.0).clamp(2.0**-53, 1 - 2.0**-53)
+    chances = torch.tensor([of_part * share for of_part, _ in parts for share, _ in WIDTHS], dtype=torch.float64)
+    kind = torch.bucketize(u[:, n].contiguous(), chances.cumsum(0)[:-1])
+    width = torch.tensor(wider(n), dtype=torch.float64)[kind % len(WIDTHS)]
+    mean, factor = (torch.stack(t)[kind // len(WIDTHS)] for t in zip(*(part for _, part in parts), strict=True))
+    eps = torch.special.ndtri(u[:, :n])
+    if n <= JOINTLY:
+        return mean + (factor @ (width[:, None] * eps)[..., None])[..., 0]
+    last = kind % len(WIDTHS) == len(WIDTHS) - 1
+    way = factor[torch.arange(count), (u[:, -1] * n).long()]  # of one dimension: what it goes by
+    way = way / way.norm(dim=1, keepdim=True)
+    along = (width - 1)[:, None] * torch.where(last[:, None], (eps * way).sum(1, keepdim=True) * way, eps)
+    return mean + (factor @ (eps + along)[..., None])[..., 0]
 
 
 def wider(n: int) -> list[float]:

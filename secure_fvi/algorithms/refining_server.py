@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from secure_fvi.algorithms.weighing import Part, Points, finite, lines_of, point
 from secure_fvi.compiled import over_draws
 from secure_fvi.families import Params
 from secure_fvi.families.gaussian import LOG_2PI
+from secure_fvi.randomness import server_draws
 
 #: Why a sum is of no use.
 OUT_OF_RANGE = "at some draw the likelihood at a silo is out of all range, or no number"
@@ -76,6 +77,16 @@ _EM, _LEAST_SHARE = 30, 0.05
 _NEARER = 0.5
 #: What a variance is taken to be where one draw has all the weight.
 _LEAST_VARIANCE = 1e-100
+#: By how much a prior's curvature changes, in units of q's sds, where it does; draws a number of the normal that stands
+#: for the likelihood; how much of the weights of draws is alike where that is like it.
+_CURVED, _FIT, _ALIKE = 1e-6, 2, 0.5
+#: Times that such a posterior is drawn from at most, the effective size that is enough, and how often each of its draws
+#: is completed. Where a precision's smallest pivot is a smaller share of the largest, it is rounding.
+_TRIES, _KNOWN_BY, _OFTEN, _LEAST_PIVOT = 8, 1000, 4, 1e-6
+#: The share of the mass beyond the slices of a funnel, at either end; how near to what silos answer is within.
+_ENDS, _INSIDE = 0.02, 0.99
+#: By how much means, logs of sds, 5 and 95% quantiles may be off there, posterior sds.
+_WITHIN = {"mean": 0.1, "sd": 0.1, "5% quantile": 0.15, "95% quantile": 0.15}
 #: Weights below the largest by more than so many nats count as that.
 _NOTHING = 700.0
 
@@ -95,6 +106,7 @@ class Found(NamedTuple):
     widened: float = 1.0  # the largest ratio of sds to q's, or of q's to them; so too
     of_q: tuple[float, float] = (math.inf, math.inf)  # largest errors of q's means, in sds, and of the logs of its sds
     missed: str = ""  # where the posterior has mass that no draw is near, in words
+    funnel: str = ""  # what these draws say wrongly of a posterior of which all is known (`StandIn`), in words
     precise: float = PRECISE  # what `mean_error` and `sd_error` may be
     along: float = 1.0  # largest ratio of a dimension's sd along the final sum's lines to that of the draws
 
@@ -115,7 +127,7 @@ class Found(NamedTuple):
     @property
     def few(self) -> bool:
         """Whether more draws are all that is missing."""
-        known = self._replace(mean_error=0.0, sd_error=0.0, ess=math.inf)
+        known = self._replace(mean_error=0.0, sd_error=0.0, ess=math.inf, funnel="")
         return known.against() is None and self.against() is not None
 
     @property
@@ -131,6 +143,11 @@ class Found(NamedTuple):
             return f"Pareto k-hat of its weights is {self.worst_khat:.2f} (over {largest:.2f})"
         if self.missed:
             return f"its draws miss {self.missed}"
+        if self.funnel:
+            return (
+                "its draws miss a part of a funnel of the prior, its neck or its mouth: with a normal in place of the "
+                f"likelihood, where all is known, they say a {self.funnel}"
+            )
         if not self.reach:
             return (
                 f"along one dimension the posterior's sd is {self.along:.3g} times that of its draws, which miss a "
@@ -246,7 +263,7 @@ def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
     if against is None:
         return of_q._replace(details=details)
     known = state.found.worst_khat < LARGEST_KHAT and state.found.reach  # means, and sds
-    doubts = bool(len(state.z)) and not (known and state.found.agrees)
+    doubts = bool(len(state.z)) and not (known and state.found.agrees and not state.found.funnel)
     own = {"": _REMEDY, ABSENT: "run it again"}.get(state.lost, "")
     remedy = "; ".join(part for part in (of_q.remedy, own) if part)
     return Verdict(bool(of_q.converged) and not doubts, f"{of_q.reason}; {against}", details, remedy=remedy)
@@ -299,23 +316,52 @@ class Refiner(refining.Refiner):
             other=other if first else torch.cat([state.other, other]),
             at_mean=float(nats[0]) if first else state.at_mean,
         )
-        log_w = state.joint - self._log_density(state.proposals, state.z)
+        log_w = state.joint - _log_mixed(state.proposals, state.z)
         if not bool(torch.isfinite(log_w).any()):
             return state._replace(lost="no draw has a likelihood")
-        state = state._replace(found=self._found(state, log_w, q, theta))
-        found = matched(state.z, aimed(log_w, reported(self.problem, state.z, theta)), parts, refining.PARTS)
-        return state._replace(proposal=found if allowed(self.problem, q, found) else made)
+        found, stand = self._found(state, log_w, q, theta), self._stand_in(state, log_w, q, log_prior)
+        if stand is not None:
+            found = found._replace(funnel=self._funnel(stand, state, log_w, theta))
+        state = state._replace(found=found)
+        if stand is None:
+            made_of = matched(state.z, aimed(log_w, reported(self.problem, state.z, theta)), parts, refining.PARTS)
+        else:
+            aim = aimed(stand.log_w, reported(self.problem, stand.z, theta))
+            made_of = within(q, matched(stand.z, aim, slices(stand, refining.PARTS), refining.PARTS))
+        return state._replace(proposal=made_of if allowed(self.problem, q, made_of) else made)
 
-    def _log_density(self, proposals: Tensor, z: Tensor) -> Tensor:
-        """(S,) of the mixture of all proposals."""
-        widest = _log_along if self.n > refining.JOINTLY else _log_of
-        parts = [
-            math.log(share * of_part / len(proposals)) + density(part, z, width)
-            for each in proposals
-            for of_part, part in unmixed(each, self.n)
-            for (share, _), width, density in zip(WIDTHS, wider(self.n), (_log_of, _log_of, widest), strict=True)
-        ]
-        return torch.logsumexp(torch.stack(parts), 0)
+    def _stand_in(
+        self, state: Refining, log_w: Tensor, q: Natural, log_prior: Callable[[Tensor], Tensor]
+    ) -> StandIn | None:
+        """Where the prior is a funnel, and a normal is like the likelihood as far as draws tell."""
+        least = _FIT * (self.n + 1) * (self.n + 2) // 2
+        near = normal_of(state.z, share := evened(log_w, least))
+        if least > len(state.z) or near is None or self.problem.dtype != torch.float64:  # else all changes by rounding
+            return None
+        try:
+            known = scales(log_prior, torch.stack([q.mean(), state.z[log_w.argmax()]]), q.stddev())
+            if known is None:
+                return None
+            nats = state.joint - over_draws(log_prior, state.z)
+            likelihood = normal_like(state.z, nats, share, near)
+            instead = (log_w - nats + likelihood(state.z)).nan_to_num(nan=-math.inf)
+            if not float(torch.minimum(log_w.softmax(0), instead.softmax(0)).sum()) > _ALIKE:
+                return None
+            return stand_in(log_prior, likelihood, known, near, self.problem.seed)
+        except (RuntimeError, NotImplementedError):  # a program without second derivatives, or singular matrices
+            return None
+
+    def _funnel(self, stand: StandIn, state: Refining, log_w: Tensor, theta: Params) -> str:
+        """`Found.funnel`."""
+        values = reported(self.problem, torch.cat([stand.z, state.z]), theta)
+        known, drawn = values.split([len(stand.z), len(state.z)])
+        right = spread(known, smoothed(stand.log_w)[0])
+        said = spread(drawn, smoothed(log_w - state.joint + stand.log_density(state.z))[0])
+        off = {name: ((said[name] - value) / right["sd"]).abs() for name, value in right.items()}
+        off["sd"] = (said["sd"] / right["sd"]).log().abs()
+        by = {name: float(o.max().nan_to_num(nan=math.inf)) for name, o in off.items()}
+        worst = max(by, key=lambda name: by[name] / _WITHIN[name])
+        return f"{worst} that is {by[worst]:.2g} sds off" if by[worst] > _WITHIN[worst] else ""
 
     def _found(self, state: Refining, log_w: Tensor, q: Natural, theta: Params) -> Found:
         weights, khat = smoothed(log_w)
@@ -374,7 +420,7 @@ class Refiner(refining.Refiner):
                 return f"a mode near {named(self.problem, other.z, theta)}"
         parts = [part for each in state.proposals for _, part in unmixed(each, self.n)]
         z = torch.cat([state.z, at.scouts])
-        scout = elsewhere(at, state.seen, parts, state.z, state.joint, self._log_density(state.proposals, z))
+        scout = elsewhere(at, state.seen, parts, state.z, state.joint, _log_mixed(state.proposals, z))
         if scout is None or scout.share is None:
             return ""
         return f"{scout.share:.0%} of the posterior's mass, near {named(self.problem, scout.z, theta)}"
@@ -430,12 +476,8 @@ def matched(z: Tensor, log_w: Tensor, last: Mixture, most: int = 1, twins: int =
     best, by expectation-maximisation, drawn to the ones that it begins with (`_drawn_to`). twins: how many draws are
     one up to a sign. Weights are evened out until `_ENOUGH` a dimension do: that goes part of the way."""
     least = min(len(z) / 4, max(30.0, _ENOUGH * z.shape[1]))
-    log_w = log_w.clamp(min=float(log_w.max()) - _NOTHING)
-    for power in torch.linspace(1.0, 0.02, 50).tolist():
-        share = (power * log_w).softmax(0)
-        ess = float(1 / share.square().sum())
-        if ess >= least:
-            break
+    share = evened(log_w, least)
+    ess = float(1 / share.square().sum())
     parts = _begun(z, share, last, min(most, int(ess / least)))
     targets = [part for _, part in parts]
     for _ in range(_EM if len(parts) > 1 else 1):
@@ -492,6 +534,19 @@ def _begun(z: Tensor, share: Tensor, last: Mixture, most: int) -> Mixture:
     return [(of_part / total, part) for of_part, part in parts]
 
 
+def _log_mixed(proposals: Sequence[Tensor] | Tensor, z: Tensor) -> Tensor:
+    """(S,) of the mixture of all proposals (`mixture`), each in all widths, at z (S, n)."""
+    n = z.shape[1]
+    widest = _log_along if n > refining.JOINTLY else _log_of
+    parts = [
+        math.log(share * of_part / len(proposals)) + density(part, z, width)
+        for each in proposals
+        for of_part, part in unmixed(each, n)
+        for (share, _), width, density in zip(WIDTHS, wider(n), (_log_of, _log_of, widest), strict=True)
+    ]
+    return torch.logsumexp(torch.stack(parts), 0)
+
+
 def _log_of(part: Part, z: Tensor, width: float = 1.0) -> Tensor:
     """(S,) of a normal, so many times as wide, at z (S, n)."""
     square = (sds_from([part], z) / width).square()
@@ -511,7 +566,193 @@ def smoothed(log_w: Tensor) -> tuple[Tensor, float]:
     log_w = log_w.nan_to_num(nan=-math.inf)
     log_w = log_w.clamp(min=float(log_w.max()) - _NOTHING)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found, khat = array_stats.psislw(-log_w.numpy())  # it takes ratios by what leaves a record out
+        try:
+            found, khat = array_stats.psislw(-log_w.numpy())  # it takes ratios by what leaves a record out
+        except ValueError:  # all of a tail are the same
+            return log_w.softmax(0), math.inf
     if not np.isfinite(found).all() or not math.isfinite(khat):
         return log_w.softmax(0), math.inf
     return torch.from_numpy(np.asarray(found)).softmax(0), float(khat)
+
+
+# ---- a stand-in for the posterior, of which all is known ----
+
+
+class StandIn(NamedTuple):
+    """Prior times a normal in place of the likelihood."""
+
+    z: Tensor  # (S, n) draws
+    log_w: Tensor  # (S,) logarithms of their weights
+    narrow: Tensor  # (S,) log density at the top of what is normal given the others
+    log_density: Callable[[Tensor], Tensor]  # (S, n) to (S,) nats, up to a constant
+
+
+def scales(log_prior: Callable[[Tensor], Tensor], at: Tensor, sd: Tensor) -> Tensor | None:
+    """(n,) which dimensions have to be known for the others to be normal under the prior, found by how its curvature
+    changes around each of at (S, n), by `sd` (n,) along one dimension after the other. None: those others are normal,
+    or nothing, whatever these are, so that there is no funnel."""
+    n = len(sd)
+    around = torch.cat([torch.zeros(1, n, dtype=sd.dtype), sd.diag()])
+    curved = over_draws(torch.func.jacrev(torch.func.grad(log_prior)), (at[:, None] + around).flatten(0, 1))
+    curved = curved.unflatten(0, (-1, 1 + n)) * sd * sd[:, None]
+    changes = (curved[:, 1:] - curved[:, :1]).abs() > _CURVED * (1 + curved[:, :1].abs())
+    changes, known = changes.any(0), torch.zeros(n, dtype=torch.bool)
+    left = changes
+    while bool(left.any()):
+        most = left.sum((1, 2)) + left.sum((0, 2)) + left.sum((0, 1))
+        known[most.argmax()] = True
+        rest = ~known
+        left = changes & rest[:, None, None] & rest[:, None] & rest
+    return known if bool(changes[known][:, ~known][:, :, ~known].any()) else None
+
+
+class Likelihood(NamedTuple):
+    """A normal in its place: nats at `at`, slope there, and minus the curvature, which is never negative."""
+
+    at: Tensor  # (n,)
+    value: Tensor
+    slope: Tensor  # (n,)
+    precision: Tensor  # (n, n)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        off = z - self.at
+        return self.value + off @ self.slope - 0.5 * ((off @ self.precision) * off).sum(1)
+
+
+def normal_like(z: Tensor, nats: Tensor, share: Tensor, near: Part) -> Likelihood:
+    """The one that fits nats (S,) best at draws z (S, n) of this `share` (S,), by least squares in coordinates in which
+    the normal `near` is a standard one."""
+    n, told = z.shape[1], (share > 0) & nats.isfinite()
+    rows, cols = torch.tril_indices(n, n)
+    white = torch.linalg.solve_triangular(near.factor, (z[told] - near.mean).mT, upper=False).mT
+    columns = torch.cat([white.new_ones(len(white), 1), white, white[:, rows] * white[:, cols]], 1)
+    by = share[told].sqrt()[:, None]
+    value, slope, curve = (
+        torch.linalg.lstsq(by * columns, by * nats[told][:, None]).solution[:, 0].split([1, n, len(rows)])
+    )
+    lower = white.new_zeros(n, n)
+    lower[rows, cols] = -curve
+    values, vectors = torch.linalg.eigh(lower + lower.mT)
+    back = torch.linalg.solve_triangular(near.factor, torch.eye(n, dtype=z.dtype), upper=False)
+    half = values.clamp(min=0).sqrt()[:, None] * vectors.mT @ back
+    return Likelihood(near.mean, value, back.mT @ slope, half.mT @ half)
+
+
+def stand_in(
+    log_prior: Callable[[Tensor], Tensor], likelihood: Likelihood, known: Tensor, near: Part, seed: int
+) -> StandIn | None:
+    """Draws of it. Given the `known` dimensions (n,) the others are normal; the known ones are sampled as the posterior
+    is, beginning where the normal `near` has them. None: that did not tell."""
+    at, others, unit = likelihood.at, ~known, near.factor.norm(dim=1)
+    inner = others[:, None] & others
+
+    def given(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The log density of the known ones at s (S, k), z with the others at their mean, and the root of the others'
+        precision, in `unit`s."""
+        z = at.repeat(len(s), 1)
+        z[:, known] = s
+        for _ in range(2):  # once more from near their mean: far from it huge numbers cancel
+            curved, slope, value = over_draws(_curved(log_prior), z)
+            slope = ((slope + likelihood.slope - (z - at) @ likelihood.precision) * unit)[:, others]
+            precision = ((likelihood.precision - curved) * torch.outer(unit, unit))[:, inner]
+            root, info = torch.linalg.cholesky_ex(precision.unflatten(1, slope.shape[1:] * 2))
+            step = torch.cholesky_solve(slope[..., None], root)[..., 0]
+            log = finite(value) + likelihood(z) + 0.5 * (slope * step).sum(1)
+            z[:, others] += step * unit[others]
+        sizes = root.diagonal(dim1=1, dim2=2)
+        told = (info == 0) & (sizes.amin(1) > _LEAST_PIVOT * sizes.amax(1))
+        return torch.where(told, finite(log - sizes.log().sum(1)), -math.inf), z, root
+
+    covariance = (near.factor @ near.factor.mT)[known][:, known]
+    start = Part(near.mean[known], torch.linalg.cholesky(covariance))
+    if (found := sampled(lambda s: given(s)[0], start, seed)) is None:
+        return None
+    _, z, root = given(found[0])
+    z, root, log_w = (t.repeat(_OFTEN, *[1] * (t.dim() - 1)) for t in (z, root, found[1]))
+    eps = server_draws(seed).normals(_TRIES, len(z) * int(others.sum()))[0].reshape(len(z), -1)
+    z[:, others] += torch.linalg.solve_triangular(root.mT, eps[..., None], upper=True)[..., 0] * unit[others]
+    narrow, told = root.diagonal(dim1=1, dim2=2).log().sum(1), z.isfinite().all(1) & log_w.isfinite()
+    return StandIn(z[told], log_w[told], narrow[told], lambda z: finite(over_draws(log_prior, z)) + likelihood(z))
+
+
+def _curved(log_prior: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Second derivatives, first ones and the value, at one point (n,)."""
+
+    def slope(z: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        first, value = torch.func.grad_and_value(log_prior)(z)
+        return first, (first, value)
+
+    def at(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        second, (first, value) = torch.func.jacrev(slope, has_aux=True)(z)
+        return second, first, value
+
+    return at
+
+
+def within(q: Natural, proposal: Tensor) -> Tensor:
+    """A proposal with its normals no farther from q, no wider and no narrower than a silo answers."""
+    own, parts = q_part(q), []
+    for share, part in unmixed(proposal, q.n):
+        left, by, _ = torch.linalg.svd(torch.linalg.solve_triangular(own.factor, part.factor, upper=False))
+        most = refining.LIKE_Q * _INSIDE
+        wide = own.factor @ left * by.clamp(1 / most, most)
+        far = float(sds_from([own], part.mean[None]))
+        mean = own.mean + min(1.0, refining.FROM_Q * _INSIDE / far) * (part.mean - own.mean)
+        parts.append((share, Part(mean, torch.linalg.cholesky(wide @ wide.mT))))
+    return mixture(parts)
+
+
+def slices(stand: StandIn, most: int) -> Mixture:
+    """A normal for each stretch of a funnel, from its neck to its mouth."""
+    share, order = smoothed(stand.log_w)[0], stand.narrow.argsort()
+    below = share[order].cumsum(0)
+    first, last = (float(stand.narrow[order][int((below < p).sum())]) for p in (_ENDS, 1 - _ENDS))
+    which = torch.bucketize(stand.narrow, torch.linspace(first, last, most + 1, dtype=torch.float64)[1:-1].contiguous())
+    found = [
+        (float(own.sum()), normal_of(stand.z, own / own.sum())) for own in (share * (which == k) for k in range(most))
+    ]
+    parts = [(of_part, part) for of_part, part in found if part is not None]
+    total = sum(of_part for of_part, _ in parts)
+    return [(of_part / total, part) for of_part, part in parts]
+
+
+def spread(values: Tensor, share: Tensor) -> dict[str, Tensor]:
+    """What `_WITHIN` names, of each of values (S, k)."""
+    mean, order = share @ values, values.argsort(0)
+    below, values_up = share[order].cumsum(0), values.gather(0, order)
+    low, high = (values_up.gather(0, (below < p).sum(0, keepdim=True))[0] for p in (0.05, 0.95))
+    sd = (share @ (values - mean).square()).sqrt()
+    return dict(zip(_WITHIN, (mean, sd, low, high), strict=True))
+
+
+def sampled(log_density: Callable[[Tensor], Tensor], start: Part, seed: int) -> tuple[Tensor, Tensor] | None:
+    """Draws (S, n) of a density that costs no sum, and the logarithms of their weights, by proposals that follow one
+    another from `start` on as in `Refiner.step`. None: they do not tell it well."""
+    parts, proposals, z, log = [(1.0, start)], list[Tensor](), start.mean.new_zeros(0, len(start.mean)), start.mean[:0]
+    for k in range(_TRIES):
+        new = refining.drawn(parts, refining.DRAWS, seed + k)
+        proposals, z, log = [*proposals, mixture(parts)], torch.cat([z, new]), torch.cat([log, log_density(new)])
+        log_w = log - _log_mixed(proposals, z)
+        if not bool(torch.isfinite(log_w).any()):
+            return None
+        share, khat = smoothed(log_w)
+        if max(khat, *tails(log_w, z - share @ z)) < EASY and float(1 / share.square().sum()) > _KNOWN_BY:
+            return z, log_w
+        parts = unmixed(matched(z, aimed(log_w, z), parts, refining.PARTS), len(start.mean))
+    return None
+
+
+def normal_of(z: Tensor, share: Tensor) -> Part | None:
+    at = share @ z
+    root, info = torch.linalg.cholesky_ex((z - at).mT @ (share[:, None] * (z - at)))
+    return None if int(info) else Part(at, root)
+
+
+def evened(log_w: Tensor, least: float) -> Tensor:
+    """(S,) shares that follow exp `log_w` as far as an effective `least` of them do."""
+    log_w = log_w.clamp(min=float(log_w.max()) - _NOTHING)
+    for power in torch.linspace(1.0, 0.02, 50).tolist():
+        share = (power * log_w).softmax(0)
+        if float(1 / share.square().sum()) >= least:
+            break
+    return share

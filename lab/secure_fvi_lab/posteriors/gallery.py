@@ -110,6 +110,22 @@ def _funnel_marginal(y: Tensor) -> None:
     pyro.sample("y", dist.Normal(torch.zeros(len(y)), (v.exp() + 1).sqrt()).to_event(1), obs=y)
 
 
+def _shared_groups(g: Tensor, y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(2.0))
+    with pyro.plate("group", 4):
+        theta = pyro.sample("theta", dist.Normal(mu, tau))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(theta[g.long()], 2.0), obs=y)
+
+
+def _shared_groups_marginal(g: Tensor, y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(2.0))
+    means = torch.stack([y[g == k].mean() for k in range(4)])
+    pyro.sample("y", dist.Normal(mu.expand(4), (tau**2 + 16 / len(y)).sqrt()).to_event(1), obs=means)
+
+
 def _poisson_glmm(year: Tensor, y: Tensor) -> None:
     beta = pyro.sample("beta", dist.Normal(torch.zeros(4), 10.0).to_event(1))
     sigma = pyro.sample("sigma", dist.Uniform(0.0, 5.0))
@@ -668,6 +684,11 @@ def _of_a_statistician() -> dict[str, Entry]:
     made["errors in variables"] = Entry(_measured_badly, rows, _every(40, 4), _measured_badly_marginal, 20)
     u = unit(65, 20)
     made["next to a bound"] = Entry(_bound, {"x": u, "y": 0.999 * u + 0.0447 * unit(66, 20)}, _every(20, 3))
+    groups = torch.arange(40) % 4
+    rows = {"g": groups, "y": 1 + 0.3 * unit(71, 4)[groups] + 2 * unit(72, 40)}
+    made["shared groups of a funnel"] = Entry(
+        _shared_groups, rows, _sizes(20, 10, 10), _shared_groups_marginal, nodes=0
+    )
     made["five records"] = Entry(_normal, {"y": torch.tensor([-0.3, 0.1, 0.4, -0.9, 1.2])}, _sizes(2, 2, 1), nodes=0)
     y = unit(67, 15)
     y = (2.9 + 0.6 * (y - y.mean()) + math.pi) % (2 * math.pi) - math.pi
