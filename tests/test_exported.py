@@ -91,6 +91,7 @@ def check_taken(taken: dict[str, set[str]]) -> None:
     assert taken["fence"] & readers
 
 
+@pytest.mark.slow
 def test_the_final_sum_of_the_graph_is_that_of_the_program(taken: dict[str, set[str]]) -> None:
     """Without latents of records: the likelihood was counted as often as there are records."""
     model, y = FederatedModel(plain), torch.linspace(-1, 2, 12, dtype=torch.float64)

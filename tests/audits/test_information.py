@@ -24,6 +24,7 @@ def pairs(correlation: float, count: int, columns: int = 5) -> tuple[np.ndarray,
 @pytest.mark.parametrize(
     "correlation", [pytest.param(0.5, marks=pytest.mark.slow), 0.8, pytest.param(0.95, marks=pytest.mark.slow)]
 )
+@pytest.mark.later("0.8")
 def test_a_lower_bound_that_is_not_far_below(correlation: float) -> None:
     """500 pairs: 0.14, 0.51 and 1.16 nats under a cap of 2.30."""
     x, y, truth = pairs(correlation, 500)
@@ -60,6 +61,7 @@ def test_nothing_is_not_called_something() -> None:
     assert gaussian(x, y, np.arange(300), 0.999).low < 0.01
 
 
+@pytest.mark.slow
 def test_rows_carry_the_cap() -> None:
     """Worlds of three silos whose messages tell the target; under "masks" they do not."""
     rng = np.random.default_rng(3)

@@ -25,6 +25,7 @@ def bench() -> Workbench:
 
 
 @pytest.mark.parametrize("records", [1, 3])
+@pytest.mark.later("1")
 def test_the_truth_gives_what_was_seen(records: int) -> None:
     """Records, start and draws of the silos put in place of guesses: the replayed messages are the recorded ones."""
     where = bench()
