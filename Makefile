@@ -38,7 +38,7 @@ fuzz: .venv/.installed
 
 # The second tier: every test but those for CUDA, the documentation, and the wheel as strangers install it. Hours.
 slow: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	SENSITIVITY_ROUNDS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 	$(MAKE) docs pythons lowest
 
 # Branches that the first tier takes; FLOOR is what it may not fall below, in percent. It is low: the whole tier has not been

@@ -22,8 +22,19 @@ torch.set_num_threads(1)
 gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`later("a", "b")`: these cases of a test are of the second tier, beside cheaper ones of the same claim."""
+    for item in items:
+        mark, case = item.get_closest_marker("later"), getattr(item, "callspec", None)
+        if mark is not None and case is not None and case.id in mark.args:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
+    # A full collection goes through all that a tracer leaves behind: a sixth of the tests' time at Python's own pace.
+    gc.set_threshold(100_000, 20, 50)
     gc.enable()
 
 

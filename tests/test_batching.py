@@ -69,6 +69,7 @@ def mapped_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
     ids=lambda v: getattr(v, "name", None),
 )
+@pytest.mark.later("sfvi-20")
 def test_the_same_numbers_to_rounding(algorithm: Any, rounds: int, mapped_calls: list[int]) -> None:
     """Silos of three sizes under masked sums, state of every party; and two of the sizes did run mapped."""
     alone = _ends(algorithm, False, rounds)

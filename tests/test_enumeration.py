@@ -125,6 +125,7 @@ def _latents(problem: Problem, rows: Any) -> dict[str, Tensor]:
     return {**split(torch.zeros(layout.size("global")), "global"), **split(own, "record")}
 
 
+@pytest.mark.slow
 def test_a_fit_ends_in_the_same_numbers() -> None:
     rows = [{"y": torch.randn(n, generator=torch.Generator().manual_seed(n))} for n in (11, 14, 9)]
     for algorithm in (sf.SFVI(iterations=10), sf.SFVI(iterations=3, sampling_rate=0.5)):

@@ -191,6 +191,7 @@ def _apart(one: list[Tensor], other: list[Tensor]) -> float:
 
 
 @cases(secret=True)
+@pytest.mark.later("pvi1", "sfvi-avg1")
 def test_masks_change_nothing(case: Case) -> None:
     """But for the rounding of what is sent. The control: other data at one silo do."""
     plain, masked, other = (
@@ -242,6 +243,7 @@ ALL_NEEDED = {"vertical", "soul"}
 
 @pytest.mark.usefixtures("few_draws")
 @cases(secret=True)
+@pytest.mark.later("pvi1", "sfvi-avg1")
 def test_a_lost_answer_leaves_its_silo_as_it_was(case: Case) -> None:
     """The total lacks its term, masked or not, and it goes on from the state before; by default no sum does without."""
     ends = []
@@ -272,6 +274,7 @@ def test_a_lost_answer_leaves_its_silo_as_it_was(case: Case) -> None:
 
 
 @cases()
+@pytest.mark.later("pvi1", "sfvi-avg0")
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(case: Case, tmp_path: Path) -> None:
     for at, privacy in enumerate((None, *case.privacies[:1])):
         whole = ended(CASES.index(case), "plain", privacy).parties
@@ -294,6 +297,7 @@ def _bare(case: Case, privacy: Any) -> int:
 
 
 @cases(privacies=True)
+@pytest.mark.later("pvi-SiloDP1", "sfvi-RecordDP1", "sfvi-SiloDP1")
 def test_under_privacy_nothing_leaves_a_silo_but_under_noise(case: Case, privacy: Any) -> None:
     """Gradients, changes, counts and sides alike. The control: without privacy the same search finds them."""
     assert _bare(case, privacy) == 0

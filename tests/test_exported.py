@@ -91,6 +91,7 @@ def check_taken(taken: dict[str, set[str]]) -> None:
     assert taken["fence"] & readers
 
 
+@pytest.mark.slow
 def test_the_final_sum_of_the_graph_is_that_of_the_program(taken: dict[str, set[str]]) -> None:
     """Without latents of records: the likelihood was counted as often as there are records."""
     model, y = FederatedModel(plain), torch.linspace(-1, 2, 12, dtype=torch.float64)
@@ -122,6 +123,7 @@ def test_a_silo_of_a_traced_program_takes_no_servers_half(
         pytest.param(programs.make_slopes, sf.PVI(rounds=2, local_steps=25), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.later("make_clinics-algorithm1")
 def test_a_fit_of_the_graph_is_the_fit_of_the_program(make: Callable[[], programs.Conjugate], algorithm: Any) -> None:
     """Past the step from which calls are traced again (`TRACE_AFTER_CALLS`)."""
     made = make()

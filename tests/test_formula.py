@@ -1360,6 +1360,7 @@ def test_a_query_of_the_command_reads_every_sites_table(tmp_path: Path, monkeypa
     )
 
 
+@pytest.mark.slow
 def test_a_comparison_speaks_in_the_users_names_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference stands in for NUTS: draws of the run itself, so that no error is there."""
     from secure_fvi.draws import draw_global

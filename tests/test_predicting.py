@@ -90,6 +90,7 @@ def grown(x: Tensor, y: Tensor | None = None, groups: int = 3) -> None:
         pyro.sample("y", dist.Normal(b + x, 0.1), obs=y)
 
 
+@pytest.mark.slow
 def test_draws_from_the_prior_have_its_moments() -> None:
     """2,000 draws: sds within 5 standard errors, 8%; param at its start."""
     pyro.clear_param_store()

@@ -463,6 +463,7 @@ def test_refusals_are_no_oracle(held: bool) -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("algorithm", [sf.SFVI(iterations=6), sf.PVI(family="full", local_steps=20)])
+@pytest.mark.later("algorithm1-False")
 def test_a_failure_is_nobodys_in_masked_sums(alone: bool, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A party among others whose data cannot answer tells its own site alone: what it sends is as long as ever, and the
     total of all is none, from then on, whatever is asked, also after a restart. The control: one that nobody told to
@@ -513,6 +514,7 @@ def test_a_failure_is_nobodys_in_masked_sums(alone: bool, algorithm: Any, monkey
 
 
 @pytest.mark.parametrize("unused", [0, 1, None])
+@pytest.mark.later("0")
 def test_a_server_cannot_call_the_others_answers_unused(unused: int | None) -> None:
     """A silo that missed the merge sends nothing in the Bures iterations: one that is asked alone, or told that it
     alone was used, would send its own term as the total. The controls: a site that allows it, and the honest word."""
@@ -558,6 +560,7 @@ def _merged(limits: Limits) -> tuple[Any, dict[str, Silo], Broadcast, dict[str, 
 
 
 @pytest.mark.parametrize("unused", [0, None])
+@pytest.mark.later("None")
 def test_an_index_does_not_say_when_it_was_asked(unused: int | None) -> None:
     """The others' count went by a larger index than silo 1's merge: by numbers they would not seem behind it. They
     hold the server to what their own sums answered, and silo 1 to what it says of theirs. The control: a site that
@@ -641,6 +644,7 @@ def _lacking(limits: Limits, cut: int = 0) -> tuple[Any, Any, list[str]]:
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.later("2")
 def test_totals_that_lack_a_silo_are_differences_too(most: int) -> None:
     """Each lacking another silo, five sums were each silo's term to 8e-10. Now the site's word on how many sums may
     lack any is on totals as on cohorts. The control: sites that do not count them."""

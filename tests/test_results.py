@@ -29,6 +29,7 @@ def result() -> sf.Result:
     return sf.fit(problem.model, problem.silos, sf.SFVI(iterations=400, schedule="cosine"))
 
 
+@pytest.mark.slow
 def test_samples_have_the_posterior_moments(result: sf.Result) -> None:
     """20,000 draws of a log-normal posterior: its mean within 4.5 standard errors, false alarm 7e-6."""
     draws = result.sample(20_000, seed=3)["rate"]
@@ -106,6 +107,7 @@ class _Killed(Exception):
     "options", [pytest.param({"iterations": 60}, marks=pytest.mark.slow), {"iterations": 36, "sampling_rate": 0.5}]
 )
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+@pytest.mark.later("options1")
 def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
     problem = make_intercepts()
 

@@ -328,6 +328,7 @@ def test_dense_scale_refuses_what_it_cannot_do() -> None:
         sf.fit(problem.model, problem.silos, sf.SFVI(importance_samples=2, local_family=dense))
 
 
+@pytest.mark.slow
 def test_same_seed_same_posterior_other_seed_another() -> None:
     model = sf.FederatedModel(intercepts, "person")
     silos = make_intercepts().silos

@@ -69,6 +69,7 @@ FAR = [(0.02, 1.0), (0.0, 0.5), (3.0, 1.0), (3.0, 1.3)]
     ("off", "wide"),
     [pytest.param(*at, marks=[pytest.mark.slow] * (k % 2)) for k, at in enumerate([*NEAR, *FAR])],
 )
+@pytest.mark.later("0.0-0.75", "0.0-1.0", "0.1-1.25", "0.5-0.75", "0.5-1.0")
 def test_slope_and_weights_say_how_far_q_is_from_the_posterior(off: float, wide: float) -> None:
     """Of a Gaussian posterior one undamped step is the whole way, whatever the draws: of q's mean, in its sds, and of
     the logs of these. Weights, which no slope and no family of q enters, say the same near q within .05 posterior

@@ -63,6 +63,7 @@ def _exact(program: PVIProgram, rows: Mapping[str, Tensor], z: Tensor) -> tuple[
 
 
 @pytest.mark.parametrize("crossed", [False, True])
+@pytest.mark.later("False")
 def test_of_a_normal_likelihood_nothing_is_approximated(crossed: bool) -> None:
     """Value and slope of log p(y | Z_G), near and far, from wherever the mode is looked for. The slope's mean over all
     signs is exact, and of nested groups each of these is. The control: of crossed ones it is not."""

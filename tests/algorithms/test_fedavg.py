@@ -91,6 +91,7 @@ def test_one_silo_is_gradient_descent(logistic: bool) -> None:
 
 
 @pytest.mark.parametrize("logistic", [False, True])
+@pytest.mark.later("False")
 def test_one_local_step_is_pooled_gradient_descent(logistic: bool) -> None:
     """Uneven silos, thirty rounds, masked sums of 64 bits against the pooled descent: 1e-6."""
     silos = _data(logistic)
@@ -134,6 +135,7 @@ def test_it_reaches_the_pooled_map_and_stops_by_itself() -> None:
     assert no_prior.aggregation["exchanges"] == no_prior.rounds  # nobody counted
 
 
+@pytest.mark.slow
 def test_several_local_steps_settle_near_the_map() -> None:
     """Ten steps a round, silos of one population: between the silos' own optima, within 0.05 of the pooled one."""
     silos = _data(logistic=True)

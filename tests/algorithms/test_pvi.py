@@ -413,6 +413,7 @@ def test_moments_and_natural_parameters_are_inverse() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:pvi ended after 1 rounds")
+@pytest.mark.slow
 def test_steps_one_by_one_are_those_of_a_block_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and then traced, in minibatches. Control: with another seed no bit is the same."""
     silos, _ = make_regression((20, 30, 25))

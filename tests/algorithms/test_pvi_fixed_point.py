@@ -64,6 +64,7 @@ def _near(a: Natural, b: Natural, tolerance: float) -> bool:
 
 @pytest.mark.parametrize("family", [pytest.param("full", marks=pytest.mark.slow), "diagonal"])
 @pytest.mark.parametrize("optimizer", [pytest.param("fixed_point", marks=pytest.mark.slow), "gradient"])
+@pytest.mark.later("gradient-diagonal")
 def test_one_local_step_is_global_vi_whatever_the_partition(family: str, optimizer: str) -> None:
     """Properties 3.1 and 3.3: five rounds of one step each, on three silos and on all records at once."""
     data = make_logistic()

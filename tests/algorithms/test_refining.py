@@ -523,6 +523,7 @@ _C = [3.0] * 5, [1.0] * 5
         ),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_modes_of_which_two_sites_change_are_found(
     program: Callable[..., None], y: Tensor, means: list[float], sds: list[float], parts: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -589,6 +590,7 @@ def _squares(n: int, at_silo: bool, sd: float) -> sf.FederatedModel:
         pytest.param(3, False, 1.0, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_latents_of_several_modes_are_integrated_around_all(
     n: int, at_silo: bool, sd: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -948,6 +950,7 @@ def test_under_privacy_nothing_is_refined() -> None:
 @pytest.mark.parametrize(
     "algorithm", [sf.PVI(local_steps=3, max_rounds=2), pytest.param(sf.SFVI(max_iterations=5), marks=pytest.mark.slow)]
 )
+@pytest.mark.later("algorithm0-False")
 def test_a_model_that_is_not_refined_says_why(nested: bool, algorithm: Any) -> None:
     """Latents of silos above latents of records, and, for control, beside records without."""
 
@@ -1005,6 +1008,7 @@ def _is_exact(result: Result) -> None:
         pytest.param(sf.SFVIAvg(rounds=4, local_steps=100), id="sfvi-avg", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_every_algorithm_that_weighs_refines(algorithm: Any) -> None:
     """Under masked sums. None of these runs long enough for q itself to have converged."""
     _is_exact(_quiet(sf.FederatedModel(_beta, "r"), FEW, algorithm, sf.Masked()))
@@ -1183,6 +1187,7 @@ def test_no_final_sum_comes_before_a_round(held: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("held", ["not at all", "by the rounds", "by the final sum"])
+@pytest.mark.later("not at all", "by the rounds")
 def test_a_line_of_the_servers_own_is_not_looked_at(held: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A q that is a needle along a line, its own proposal: of 1,024 exact totals there the kinks are records' outcomes.
     A silo holds the q of the final sum to that of the last round, and the q of sums that refine to that of the final

@@ -74,6 +74,7 @@ def test_uneven_silos_come_near_the_posterior_and_know_their_own_latents() -> No
 
 
 @pytest.mark.usefixtures("few_draws")
+@pytest.mark.slow
 def test_final_local_steps_fit_latents_to_the_last_merge_and_move_nothing_else() -> None:
     """After one round of five local steps they are far from their exact conditionals; 300 final steps take them there.
     Posterior sds: 0.29."""
@@ -184,6 +185,7 @@ def test_the_diagonal_merge_averages_means_and_sds() -> None:
 
 
 @pytest.mark.usefixtures("untraced")
+@pytest.mark.slow
 def test_masked_equals_plain() -> None:
     ends = []
     for aggregation in (sf.Plain(), sf.Masked()):
@@ -222,6 +224,7 @@ def test_a_silo_lost_in_the_first_sum_of_a_merge_has_no_weight_in_the_rest() -> 
 
 
 @pytest.mark.usefixtures("few_draws", "untraced")
+@pytest.mark.slow
 def test_latents_refer_to_the_last_merge_where_the_last_sum_is_not_made() -> None:
     """A silo is lost there, so that nobody's answer is used. The control is that silo, which did not hear of the last
     q."""
@@ -292,6 +295,7 @@ def test_scaling_stands_for_copies_of_the_records() -> None:
     assert (scaled["eta/loc"] - plain["eta/loc"]).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_anchoring_leaves_conditionals_as_they_were() -> None:
     """q(Z_S | Z_G) and q(Z_i | Z_G, Z_S) at a fixed point, before and after mu_G has moved."""
     server, engine = _parties(make_clinics(), sf.SFVIAvg(local_steps=80))

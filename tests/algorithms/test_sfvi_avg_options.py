@@ -39,6 +39,7 @@ def _after_rounds(problem: Conjugate, rounds: int, **options: Any) -> tuple[SFVI
 
 @pytest.mark.parametrize("family", [pytest.param("full", marks=pytest.mark.slow), "diagonal"])
 @pytest.mark.parametrize("weights", ["records", pytest.param("equal", marks=pytest.mark.slow)])
+@pytest.mark.later("records-diagonal")
 def test_trusted_equals_secure(family: str, weights: str) -> None:
     """One merge of the same local runs; the secure path iterates 25 times. 1e-6: POT stops at moves below 1e-11."""
     options: dict[str, Any] = {"local_steps": 15, "family": family, "weights": weights}
@@ -128,6 +129,7 @@ def test_minibatches_come_where_the_full_batch_does() -> None:
     assert (result.posterior["mu"].sd / problem.sd["mu"] - 1).abs() < 0.15
 
 
+@pytest.mark.slow
 def test_a_batch_stands_for_all_records() -> None:
     """Steps on batches, scaled by 1 / q, have the full batch's as their mean: 5 standard errors of 300 batches.
 

@@ -30,6 +30,7 @@ def _warm(rounds: int = 2, local_steps: int = 15, iterations: int | None = 6, **
     return sf.SFVI(iterations=iterations, warm_start=sf.WarmStart(rounds, local_steps), **options)
 
 
+@pytest.mark.slow
 def test_phases_rounds_and_exchanges() -> None:
     """One count, two merges, six rounds of SFVI; a plain sum is one exchange."""
     problem, phases = make_slopes(), []
@@ -73,6 +74,7 @@ def test_sfvi_begins_where_sfvi_avg_ended() -> None:
         assert not silo.pending.local.warm.record
 
 
+@pytest.mark.slow
 def test_draws_of_the_two_algorithms_are_numbered_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """No number names two draws of a silo's records, whichever algorithm drew."""
     problem = make_intercepts()

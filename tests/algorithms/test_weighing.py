@@ -100,6 +100,7 @@ def _integrated(n_record: int, n_silo: int, log_scale: float) -> float:
         ((0, 3), 0.6, ("_SPREADS", (1.2, 1.2))),
     ],
 )
+@pytest.mark.later("latents2-0.001-attack2--2.5", "latents3-0.05-attack3--2.5", "latents4-0.6-attack4--2.5")
 def test_latents_are_integrated_out_whatever_their_conditionals(
     monkeypatch: pytest.MonkeyPatch, latents: tuple[int, int], within: float, attack: tuple[str, Any], log_scale: float
 ) -> None:
@@ -281,6 +282,7 @@ def _mixed(apart: float) -> list[dict[str, Tensor]]:
         pytest.param(_heavy_tail, _rows(2), False, id="a long tail", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.later("one sign")
 def test_another_mode_is_found_and_nothing_else(
     program: Callable[..., None], silos: list[dict[str, Tensor]], several: bool
 ) -> None:
@@ -493,6 +495,7 @@ def test_mass_elsewhere_is_told_where_q_has_not_settled(
 
 
 @pytest.mark.parametrize("n_record", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.later("1")
 def test_at_scouts_latents_are_integrated_roughly_and_on_the_safe_side(n_record: int) -> None:
     """Away from q so few nodes lie beside the integrand: where its conditionals are a quarter as wide as is right,
     log-likelihoods are hundreds of nats too small, and hardly too large. At the posterior scouts find nothing, and from
@@ -542,6 +545,7 @@ def test_at_scouts_latents_are_integrated_roughly_and_on_the_safe_side(n_record:
 
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("latents", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_program_that_cannot_be_mapped_is_weighed(latents: bool) -> None:
     """Pyro's ordered logistic works in place; it is evaluated one by one."""
 

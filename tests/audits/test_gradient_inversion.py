@@ -58,6 +58,7 @@ def test_the_span_holds_the_batch_and_nobody_else() -> None:
     assert distances(seen, outside).min() > 0.5
 
 
+@pytest.mark.slow
 def test_batches_stop_reading_but_not_the_span() -> None:
     """20 runs: shares have Clopper-Pearson intervals of 95%."""
     found = {(r.attack, r.protection): r for r in study(MODEL, people(400, 12), (1, 4), runs=20, rounds=8)}

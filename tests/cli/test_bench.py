@@ -91,6 +91,7 @@ def test_bench_posteriors_counts_what_is_silently_wrong() -> None:
     assert second == "medians: 20 exchanges, 3.0 s"
 
 
+@pytest.mark.slow
 def test_bench_records_and_one_process_say_what_a_round_costs(cli: CommandLine) -> None:
     answer = cli(
         "bench", "records", "--json", "--records", "1000", "--batch", "20", "--latents", "--stored", "--rounds", "2"

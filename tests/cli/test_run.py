@@ -242,6 +242,7 @@ def test_every_display_says_how_a_run_ended(cli: CommandLine, length: str, code:
 
 
 @pytest.mark.usefixtures("few_draws")
+@pytest.mark.slow
 def test_a_run_that_converged_exits_0(cli: CommandLine) -> None:
     """The control: a model that PVI fits in a few rounds."""
     cli.change("model.py:means", "model.py:one_mean")
@@ -288,6 +289,7 @@ def test_no_pace_of_rounds_tells_when_the_final_sums_are_done(
     assert "at this pace" not in last
 
 
+@pytest.mark.slow
 def test_a_run_says_when_its_rounds_are_done() -> None:
     """Once the last is, and not before. Control: where none comes after them."""
     problem = make_intercepts()

@@ -16,6 +16,7 @@ from command_line import CommandLine
         pytest.param("streaming-vb", "reveal_changes = true\npasses = 2", 6, 6, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.later("vcl-reveal_changes = true-3-3")
 def test_a_run_ends_after_its_sums(cli: CommandLine, name: str, options: str, rounds: int, sums: int) -> None:
     cli.change('name = "sfvi"\niterations = 120', f'name = "{name}"\nlocal_steps = 15\n{options}')
     answer = cli.run()

@@ -84,6 +84,7 @@ def page_of(
 
 @pytest.mark.parametrize("engine", [ONE, APART])
 @pytest.mark.parametrize("name", SUMS)
+@pytest.mark.later("plain-one process")
 def test_it_says_what_the_sum_shows(ran: Path, tmp_path: Path, name: str, engine: str) -> None:
     options, true, false = SUMS[name]
     page = page_of(ran, tmp_path / "out", engine, options)

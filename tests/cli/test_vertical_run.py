@@ -112,6 +112,7 @@ def test_files_joined_by_id(cli: CommandLine, tmp_path: Path) -> None:
     assert "finished" in cli("run", config, "--out", tmp_path / "out", "--resume").out
 
 
+@pytest.mark.slow
 def test_several_columns_join_rows_and_the_order_repeats(tmp_path: Path) -> None:
     """Names and dates in two ways of writing; no cell of them is taken for a number."""
     config = _federation(tmp_path)

@@ -1512,7 +1512,7 @@ def test_masks_reach_q() -> None:
     def exact(y: Tensor) -> None:
         _observe(y, _level())
 
-    algorithm = sf.SFVI(iterations=400, learning_rate=0.03)
+    algorithm = sf.SFVI(iterations=150, learning_rate=0.06)
     masked = sf.fit(sf.FederatedModel(partly_observed, "r"), silos, algorithm, sf.Plain())
     reference = sf.fit(sf.FederatedModel(exact, "r"), seen, algorithm, sf.Plain())
     mine, theirs = masked.posterior["mu"], reference.posterior["mu"]

@@ -47,6 +47,7 @@ def stop_at(round_: int) -> Any:
     "algorithm",
     [pytest.param(a, id=a["name"], marks=[pytest.mark.slow] * (a["name"] == "sfvi-avg")) for a in ALGORITHMS],
 )
+@pytest.mark.later("pvi")
 def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, algorithm: dict[str, Any]) -> None:
     job = Job(world, tmp_path, algorithm=algorithm)
     assert job.run() == job.local()

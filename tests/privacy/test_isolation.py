@@ -144,6 +144,7 @@ def _traced_in(how: str, records: int, fails: bool, rounds: int) -> int:
 
 
 @pytest.mark.parametrize("how", ["fenced", "unfenced"])
+@pytest.mark.later("fenced")
 def test_data_do_not_decide_from_when_on_records_run_traced(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a record on which the program fails, which is searched for, nor by the number of blocks. The control:
     where each block and each call of the search counted, both did."""

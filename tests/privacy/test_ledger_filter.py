@@ -49,6 +49,7 @@ def test_one_job_that_just_fits(budget: Budget, kind: str) -> None:
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.later("epsilon 8 at delta 1e-06 (unit: record)")
 def test_many_different_jobs_never_exceed_the_budget(budget: Budget) -> None:
     """Jobs of random kinds, each admitted while it fits; fixed seed. The exact epsilon of all of them stays within."""
     rng = np.random.default_rng(5)

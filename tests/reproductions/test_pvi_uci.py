@@ -81,6 +81,7 @@ def test_global_vi_is_the_maximum() -> None:
         assert bound(MeanField(best.q.mean + step[0], best.q.sd * step[1].exp()), records) < best.bound
 
 
+@pytest.mark.slow
 def test_following_a_fit_sees_every_round_and_changes_nothing() -> None:
     problem = make_intercepts()
     algorithm = sf.BCM(prior="split", local_steps=5)

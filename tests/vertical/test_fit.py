@@ -44,6 +44,7 @@ def _means(result: VerticalResult) -> Tensor:
 
 
 @pytest.mark.parametrize("model", ["augmented", "power"])
+@pytest.mark.later("power")
 def test_secure_sums_change_nothing(model: Any) -> None:
     config = Vertical(model=model, rounds=6)
     plain, masked, homomorphic = (_fit(config, aggregation=a) for a in (sf.Plain(), sf.Masked(), sf.Homomorphic()))
@@ -212,6 +213,7 @@ def _stopped(config: Vertical | Soul, at: int, folder: Path) -> VerticalResult:
 
 
 @pytest.mark.parametrize("options", [{}, {"model": "power", "weight_concentration": 5.0}])
+@pytest.mark.later("options1")
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     config = Vertical(rounds=12, batch_size=20, **options)
     whole, again = _fit(config), _stopped(config, 7, tmp_path)
