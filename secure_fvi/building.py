@@ -65,11 +65,13 @@ def build_problem(
             own = discovery.as_model(model, schema, dtype)
             layout, start = discovery.read_layout(own, schema, dtype)
             density = program_density.ProgramDensity(own, layout, schema.to(where))
-        latents = layout.size("record") + layout.size("silo")
-        calls = algorithm.expected_calls * (getattr(algorithm, "steps_in_a_call", 1) if latents else 1)
-        mode = choose_mode(machine.compile, calls * len(silos), machine.work)
         ids = tuple(silos)
-        problem = Problem(own, schema.to(where), layout, density, start, ids, seed, dtype, where, mode, privacy)
+        problem = Problem(own, schema.to(where), layout, density, start, ids, seed, dtype, where, "traced", privacy)
+        latents = layout.size("record") + layout.size("silo")
+        calls, draws = algorithm.expected_calls * (getattr(algorithm, "steps_in_a_call", 1) if latents else 1), 1
+        if hasattr(algorithm, "newton_calls"):
+            calls, draws = algorithm.newton_calls(problem) or (calls, draws)
+        problem = problem._replace(mode=choose_mode(machine.compile, calls * len(silos), machine.work * draws))
         check_program(problem, algorithm.importance_samples)
     return problem
 

@@ -152,10 +152,18 @@ class LocalFitOptions:
         """Without latents; with them, one."""
         return _divisor(self.local_steps)
 
+    def newton_calls(self, problem: Problem, fits: int = 10) -> tuple[int, int] | None:
+        """Traced calls of a silo's fits where they take Newton's steps, about, and draws of q in each. None: of others
+        `traced_calls` tells."""
+        families = Families(self, problem)
+        return (fits * _NEWTON_STEPS, families.draws) if families.newton else None
+
 
 #: Antithetic pairs of draws in a step of `NewtonSteps`, at least, and more than latents that records share; dimensions
 #: of these up to which there are such steps, and numbers of records in all draws of one up to which a silo makes them.
 _PAIRS, _SPARE, _NEWTON_TO, _AT_ONCE = 16, 8, 128, 4_000_000
+#: Newton's steps of one fit, about: they end when q has settled.
+_NEWTON_STEPS = 25
 
 
 class Families:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from programs import make_intercepts
 from pvi_world import REGRESSION, build, make_regression
 from torch import Tensor
 
@@ -14,6 +16,7 @@ import secure_fvi as sf
 from secure_fvi.algorithms import local_fit
 from secure_fvi.algorithms.local_fit import Families, NewtonSteps, SiloFit, _balanced, _pairs, settled
 from secure_fvi.algorithms.natural import Natural
+from secure_fvi.fitting import build_parties
 
 _N = 3
 
@@ -107,3 +110,16 @@ def test_where_newton_is_not_sound_steps_are_by_one_draw() -> None:
     assert Families(sf.PVI(), problem).newton
     for options in ({"sampling_rate": 0.5}, {"family": "diagonal"}, {"local_optimizer": "adam"}):
         assert not Families(sf.PVI(**options), problem).newton  # type: ignore[arg-type]
+
+
+def test_fits_of_few_steps_are_not_compiled() -> None:
+    """Ten fits of 25 steps do not repay it; of a step by one draw, of latents, there are a thousand in each. The
+    control."""
+
+    def mode(**options: Any) -> str:
+        model, silos = make_intercepts().model, make_intercepts().silos
+        server, _, _ = build_parties(model, silos, sf.PVI(**options), sf.Plain(), compile="auto")
+        return str(server.problem.mode)
+
+    assert mode() == "traced"
+    assert mode(local_optimizer="adam") == ("compiled" if shutil.which("c++") else "traced")
