@@ -242,7 +242,6 @@ def test_every_display_says_how_a_run_ended(cli: CommandLine, length: str, code:
 
 
 @pytest.mark.usefixtures("few_draws")
-@pytest.mark.slow
 def test_a_run_that_converged_exits_0(cli: CommandLine) -> None:
     """The control: a model that PVI fits in a few rounds."""
     cli.change("model.py:means", "model.py:one_mean")
