@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,7 @@ def test_a_ledger_restored_from_a_backup_is_refused_by_its_witnesses(tmp_path: P
     run("first")
     backup = path.read_bytes()
     run("second")
+    gc.collect()  # as of a process that has ended: nobody has the file open
     for leftover in tmp_path.glob("ledger.sqlite-*"):
         leftover.unlink()
     path.write_bytes(backup)
