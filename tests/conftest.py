@@ -33,8 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    # A full collection goes through all that a tracer leaves behind: a sixth of the tests' time at Python's own pace.
-    gc.set_threshold(20_000, 10, 10)
     gc.enable()
 
 
