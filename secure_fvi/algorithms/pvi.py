@@ -417,6 +417,7 @@ QUIET = 2
 _MOST_UNDONE = 8
 #: How often in a job a silo says anew that it tempered its cavity, or would move q; it says so ever after then. Where
 #: it turns is its own site's precision or mean: a server that leaves all changes would search for it, with a q a round.
+#: Not of moves by fits along one draw, whose noise turns them in every run, and tells no more than that noise lets.
 _MOST_TURNS = 2
 #: Largest power of two of a unit.
 _MOST_UNITS = 200
@@ -979,8 +980,9 @@ class PVIProgram(Program):
         reported = self._reported(message, parts, fits)
         flags = torch.tensor([reported[TEMPERED], reported[MOVING]], dtype=torch.float64)
         local = local._replace(flags=flags, turned=local.turned + (flags > local.flags))
-        said_ever_after = (local.turned > _MOST_TURNS).tolist()
-        reported |= {name: 1.0 for name, ever in zip((TEMPERED, MOVING), said_ever_after, strict=True) if ever}
+        steady = self.fit.exact is not None or self.families.newton
+        ever = {TEMPERED: local.turned[0] > _MOST_TURNS, MOVING: steady and local.turned[1] > _MOST_TURNS}
+        reported |= {name: 1.0 for name, said in ever.items() if said}
 
         def released(said: FloatArray) -> PVILocal:
             return local._replace(parts=self._as_released(parts, torch.from_numpy(said)), used=0)
