@@ -23,12 +23,19 @@ gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`later("a", "b")`: these cases of a test are of the second tier, beside cheaper ones of the same claim."""
+    unknown = set[tuple[str, str]]()
+    for item in items:
+        if (mark := item.get_closest_marker("later")) is not None:
+            unknown |= {(item.nodeid.partition("[")[0], case) for case in mark.args}
     for item in items:
         mark, case = item.get_closest_marker("later"), getattr(item, "callspec", None)
         if mark is not None and case is not None and case.id in mark.args:
+            unknown.discard((item.nodeid.partition("[")[0], case.id))
             item.add_marker(pytest.mark.slow)
+    if unknown and not any("::" in arg for arg in config.args):
+        raise pytest.UsageError(f"no such cases of tests: {sorted(unknown)}")
 
 
 def pytest_collection_finish() -> None:

@@ -583,11 +583,11 @@ def _squares(n: int, at_silo: bool, sd: float) -> sf.FederatedModel:
 @pytest.mark.parametrize(
     ("n", "at_silo", "sd"),
     [
-        pytest.param(1, False, 0.1, marks=pytest.mark.slow),
-        pytest.param(1, True, 0.2),
-        pytest.param(2, False, 0.3, marks=pytest.mark.slow),
-        pytest.param(2, True, 0.2, marks=pytest.mark.slow),
-        pytest.param(3, False, 1.0, marks=pytest.mark.slow),
+        (1, False, 0.1),
+        (1, True, 0.2),
+        (2, False, 0.3),
+        (2, True, 0.2),
+        (3, False, 1.0),
     ],
 )
 @pytest.mark.slow
@@ -1004,8 +1004,8 @@ def _is_exact(result: Result) -> None:
     "algorithm",
     [
         pytest.param(sf.PVI(local_steps=80, max_rounds=6), id="pvi"),
-        pytest.param(sf.SFVI(max_iterations=300), id="sfvi", marks=pytest.mark.slow),
-        pytest.param(sf.SFVIAvg(rounds=4, local_steps=100), id="sfvi-avg", marks=pytest.mark.slow),
+        pytest.param(sf.SFVI(max_iterations=300), id="sfvi"),
+        pytest.param(sf.SFVIAvg(rounds=4, local_steps=100), id="sfvi-avg"),
     ],
 )
 @pytest.mark.slow

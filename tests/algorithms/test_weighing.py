@@ -544,7 +544,7 @@ def test_at_scouts_latents_are_integrated_roughly_and_on_the_safe_side(n_record:
 
 
 @pytest.mark.usefixtures("few_draws")
-@pytest.mark.parametrize("latents", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("latents", [False, True])
 @pytest.mark.slow
 def test_a_program_that_cannot_be_mapped_is_weighed(latents: bool) -> None:
     """Pyro's ordered logistic works in place; it is evaluated one by one."""
