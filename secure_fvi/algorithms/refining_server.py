@@ -73,8 +73,11 @@ _BY_LINES, _ALONG = 30, 1.08
 _SOME = 0.02
 #: Iterations of the fit of a mixture, and the least share of a normal.
 _EM, _LEAST_SHARE = 30, 0.05
-#: How much nearer to its mean the next proposal is, where of the last one's draws some were out of range.
-_NEARER = 0.5
+#: Dimensions up to which scouts have looked wherever draws may have moved to.
+_LOOKED = 3
+#: Nats, relative to those at q's mean, up to which a line is far from out of range, as a power of two; how far from a
+#: normal's mean its widest draws lie, in their own sds; and the least by which it is made narrower.
+_SAFE, _FARTHEST, _NARROWEST = 20, 3.5, 0.15
 #: What a variance is taken to be where one draw has all the weight.
 _LEAST_VARIANCE = 1e-100
 #: By how much a prior's curvature changes, in units of q's sds, where it does; draws a number of the normal that stands
@@ -102,8 +105,8 @@ class Found(NamedTuple):
     sd_error: float = math.inf  # largest standard error of the log of an sd
     integration_error: float = 0.0  # sd over draws of the total log-likelihood's difference on other nodes, nats
     log_evidence: float = math.nan  # log p(y), nats
-    moved: float = 0.0  # of the mean from q's, in sds of q; of several modes the farthest from where one was found
-    widened: float = 1.0  # the largest ratio of sds to q's, or of q's to them; so too
+    moved: float = 0.0  # of the mean from q's, in sds of q; of several modes the farthest from where one was found; 0
+    widened: float = 1.0  # and 1 where scouts have looked there; the largest ratio of sds to q's, or of q's to them
     of_q: tuple[float, float] = (math.inf, math.inf)  # largest errors of q's means, in sds, and of the logs of its sds
     missed: str = ""  # where the posterior has mass that no draw is near, in words
     funnel: str = ""  # what these draws say wrongly of a posterior of which all is known (`StandIn`), in words
@@ -125,10 +128,10 @@ class Found(NamedTuple):
         return self.worst_khat < EASY and max(self.mean_error, self.sd_error) < self.precise / math.sqrt(2)
 
     @property
-    def few(self) -> bool:
-        """Whether more draws are all that is missing."""
-        known = self._replace(mean_error=0.0, sd_error=0.0, ess=math.inf, funnel="")
-        return known.against() is None and self.against() is not None
+    def hopeful(self) -> bool:
+        """Whether more sums than a few are worth it: the weights are sound, and what is missing is more draws, or ones
+        in a tail."""
+        return self.khat < LARGEST_KHAT and self.integration_error <= INTEGRATED
 
     @property
     def agrees(self) -> bool:
@@ -208,8 +211,8 @@ class Refining(NamedTuple):
     def done(self) -> bool:
         """Whether no more sums are worth it."""
         enough = self.found.easy or (self.checks and self.found.agrees)
-        few = bool(len(self.z)) and not self.lost and self.found.few
-        return self.sums >= (refining.MORE if few else refining.SUMS) or (self.sound and enough)
+        most = refining.MORE if self.found.hopeful and not self.sound else refining.SUMS
+        return bool(self.lost) or self.sums >= most or (self.sound and enough)
 
     def against(self) -> str | None:
         """Why the draws are no answer although they were tried; None: they are, or were not."""
@@ -222,7 +225,7 @@ class Refining(NamedTuple):
         """Of an answer, in words."""
         found = self.found
         return (
-            f"{len(found.weights)} draws near q, weighed by the likelihood of all records, are the result: Pareto "
+            f"{len(found.weights)} draws, weighed by the likelihood of all records, are the result: Pareto "
             f"k-hat {found.worst_khat:.2f}, effective sample size {found.ess:.0f}, means known to "
             f"{found.mean_error:.2g} sds"
         )
@@ -281,13 +284,18 @@ class Refiner(refining.Refiner):
         if parts is None:
             return None
         around = mixture([(1 / len(parts), part) for part in parts])
-        state = start()._replace(proposal=around, around=around, seen=seen.joint)
-        if converged and seen.close:
-            return state._replace(checks=True)
-        if len(parts) > 1:
-            return state
-        found = matched(points(self.problem, q).draws, seen.log_weights, [(1.0, own)], twins=2)
-        return state._replace(proposal=found if allowed(self.problem, q, found) else around)
+        state = start()._replace(around=around, seen=seen.joint, checks=converged and seen.close)
+        found = around
+        if not state.checks and len(parts) == 1:
+            found = matched(points(self.problem, q).draws, seen.log_weights, [(1.0, own)], twins=2)
+        return state._replace(proposal=self._asked(state, q, found, around))
+
+    def _asked(self, state: Refining, q: Natural, proposal: Tensor, instead: Tensor) -> Tensor:
+        """What is asked for: the proposal, so narrow that no draw should be out of range, or what stands in for it
+        where a silo would not answer."""
+        at = points(self.problem, q)
+        tried = (in_range(q_part(q), at, state.seen, each) for each in (proposal, instead))
+        return next((each for each in tried if allowed(self.problem, q, each)), instead)
 
     def step(
         self, state: Refining, message: Broadcast, sums: Totals, q: Natural, theta: Params,
@@ -298,25 +306,24 @@ class Refiner(refining.Refiner):
         state = state._replace(sums=state.sums + 1)
         made = message.tensors[PROPOSAL].to("cpu", torch.float64)
         parts = unmixed(made, self.n)
-        if hiding.unreadable(total, self.block).any():  # nearer to their means they need not be
-            nearer = mixture([(share, part._replace(factor=part.factor * _NEARER)) for share, part in parts])
-            return state._replace(
-                lost="" if state.sums < refining.SUMS else OUT_OF_RANGE,
-                proposal=nearer if allowed(self.problem, q, nearer) else made,
-            )
+        if hiding.unreadable(total, self.block).any():  # and a silo that hid one answer hides all that follow
+            return state._replace(lost=OUT_OF_RANGE)
         nats, z = torch.from_numpy(hiding.read(total, self.block)), self.draws(message)
         prior = finite(over_draws(log_prior, z))
         joint = (nats[1 : 1 + refining.DRAWS] + prior).nan_to_num(nan=-math.inf)
         other = (nats[1 + refining.DRAWS :] + prior[::AGAIN]) if self.again else nats[:0]
-        first = not len(state.z)
+        first, at = not len(state.z), points(self.problem, q)
+        if first and not self.again:  # latents are integrated out on other nodes there
+            scouts = told_scouts(at, state.seen)
+            state = state._replace(z=scouts.z, joint=scouts.joint)
         state = state._replace(
             proposals=made[None] if first else torch.cat([state.proposals, made[None]]),
-            z=z if first else torch.cat([state.z, z]),
-            joint=joint if first else torch.cat([state.joint, joint]),
+            z=torch.cat([state.z, z]) if len(state.z) else z,
+            joint=torch.cat([state.joint, joint]) if len(state.z) else joint,
             other=other if first else torch.cat([state.other, other]),
             at_mean=float(nats[0]) if first else state.at_mean,
         )
-        log_w = state.joint - _log_mixed(state.proposals, state.z)
+        log_w = state.joint - log_drawn(state, at)
         if not bool(torch.isfinite(log_w).any()):
             return state._replace(lost="no draw has a likelihood")
         found, stand = self._found(state, log_w, q, theta), self._stand_in(state, log_w, q, log_prior)
@@ -328,7 +335,7 @@ class Refiner(refining.Refiner):
         else:
             aim = aimed(stand.log_w, reported(self.problem, stand.z, theta))
             made_of = within(q, matched(stand.z, aim, slices(stand, refining.PARTS), refining.PARTS))
-        return state._replace(proposal=made_of if allowed(self.problem, q, made_of) else made)
+        return state._replace(proposal=self._asked(state, q, made_of, made))
 
     def _stand_in(
         self, state: Refining, log_w: Tensor, q: Natural, log_prior: Callable[[Tensor], Tensor]
@@ -373,8 +380,9 @@ class Refiner(refining.Refiner):
         of_mean, of_sd = (float(p.square().sum(0).sqrt().max().nan_to_num(nan=math.inf)) for p in parts)
         log_q = _log_of(q_part(q), state.z)
         of_q = [float(e.abs().max()) for e in errors(values, log_w, log_q - (state.joint - log_w))]
-        moved, widened = self._moved(state, weights)
         at = points(self.problem, q)
+        looked = self.n <= _LOOKED and len(told_scouts(at, state.seen).z) == len(at.scouts)
+        moved, widened = (0.0, 1.0) if looked else self._moved(state, weights)
         return Found(
             weights, khat, max(tails(log_w, centred)), float(1 / weights.square().sum()), of_mean, of_sd,
             integration_error=self._integration_error(state, weights),
@@ -415,12 +423,13 @@ class Refiner(refining.Refiner):
     def _missed(self, state: Refining, at: Points, q: Natural, theta: Params) -> str:
         """`Found.missed`: what the final sum found, and no draw is near."""
         own = q_part(q)
+        drawn, joint = (x[-refining.DRAWS * len(state.proposals) :] for x in (state.z, state.joint))
         for other in line_modes(at, state.seen, [own]):
-            if not bool(_visits(own, other.z, state.z, state.joint - other.nats - state.seen[0]).any()):
+            if not bool(_visits(own, other.z, drawn, joint - other.nats - state.seen[0]).any()):
                 return f"a mode near {named(self.problem, other.z, theta)}"
         parts = [part for each in state.proposals for _, part in unmixed(each, self.n)]
-        z = torch.cat([state.z, at.scouts])
-        scout = elsewhere(at, state.seen, parts, state.z, state.joint, _log_mixed(state.proposals, z))
+        z = torch.cat([drawn, at.scouts])
+        scout = elsewhere(at, state.seen, parts, drawn, joint, _log_mixed(state.proposals, z))
         if scout is None or scout.share is None:
             return ""
         return f"{scout.share:.0%} of the posterior's mass, near {named(self.problem, scout.z, theta)}"
@@ -532,6 +541,40 @@ def _begun(z: Tensor, share: Tensor, last: Mixture, most: int) -> Mixture:
         parts.append((1.0, Part(z[(share * far.square()).argmax()], root / 2)))
     total = sum(of_part for of_part, _ in parts)
     return [(of_part / total, part) for of_part, part in parts]
+
+
+class Scouts(NamedTuple):
+    """Those that the final sum told of: uniform in a box, of which no other scout is told."""
+
+    z: Tensor  # (m, n)
+    joint: Tensor  # (m,) log p(y, z), nats relative to log p(y | q's mean)
+    box: Tensor  # (2, n)
+
+
+def told_scouts(at: Points, joint: Tensor) -> Scouts:
+    """joint: at all points of the final sum. A shell with a likelihood out of all range is hidden as a whole, and those
+    around it are left out with it."""
+    nats, width = joint[len(joint) - len(at.scouts) :], at.box[1] - at.box[0]
+    count = int(nats.isfinite().long().cumprod(0).sum()) if len(nats) else 0
+    off = ((at.scouts - at.box[0]) / width - 0.5).abs().amax(1)  # ascending
+    share = 2 * off[count] if count < len(nats) else off.new_ones(())
+    centre = at.box.mean(0)
+    return Scouts(
+        at.scouts[:count], nats[:count], torch.stack([centre - share * width / 2, centre + share * width / 2])
+    )
+
+
+def log_drawn(state: Refining, at: Points) -> Tensor:
+    """(S,) of the mixture of all that `state.z` is drawn from, at these: all proposals and, where scouts come first,
+    the box that they lie in, which bounds the weights of a tail, or mode, that no proposal reaches."""
+    found, drawn = _log_mixed(state.proposals, state.z), refining.DRAWS * len(state.proposals)
+    if len(state.z) == drawn:
+        return found
+    box = told_scouts(at, state.seen).box
+    inside = ((state.z >= box[0]) & (state.z <= box[1])).all(1)
+    uniform = torch.where(inside, -(box[1] - box[0]).log().sum(), -math.inf)
+    share = drawn / len(state.z)
+    return torch.logaddexp(found + math.log(share), uniform + math.log(1 - share))
 
 
 def _log_mixed(proposals: Sequence[Tensor] | Tensor, z: Tensor) -> Tensor:
@@ -699,6 +742,29 @@ def within(q: Natural, proposal: Tensor) -> Tensor:
         far = float(sds_from([own], part.mean[None]))
         mean = own.mean + min(1.0, refining.FROM_Q * _INSIDE / far) * (part.mean - own.mean)
         parts.append((share, Part(mean, torch.linalg.cholesky(wide @ wide.mT))))
+    return mixture(parts)
+
+
+def in_range(own: Part, at: Points, joint: Tensor, proposal: Tensor) -> Tensor:
+    """A proposal with its normals so narrow along each dimension's line that no draw lies beyond where the likelihood
+    falls out of all range. joint: log p(y, z) at the final sum's points. Where it does far off, as that of counts of
+    nothing does on one side, the other side's tail is told all the same."""
+    steps, nats = lines_of(at, joint)
+    told = (nats > joint[0] - 2.0**_SAFE)[:, 1:].reshape(len(nats), 2, -1).long().cummin(2).values.sum(2)
+    limits = torch.where(told == int(steps.max()), math.inf, told.to(nats))  # (n, 2) sds of q
+    ways = own.factor / own.factor.norm(dim=1, keepdim=True)  # (n, n) a row a line, in coordinates in which q is round
+    reach, parts = _FARTHEST * max(wider(len(ways))), []
+    for share, part in unmixed(proposal, len(ways)):
+        white = torch.linalg.solve_triangular(
+            own.factor, torch.cat([(part.mean - own.mean)[:, None], part.factor], 1), upper=False
+        )
+        mean, factor = white[:, 0], white[:, 1:]
+        for way, (ahead, behind) in zip(ways, limits, strict=True):
+            room = torch.minimum(ahead - way @ mean, behind + way @ mean) / (reach * (way @ factor).norm())
+            if 0 < float(room) < 1:  # a mode beyond, as mirrors find them, is on no line that was looked at
+                factor = factor - (1 - room.clamp(min=_NARROWEST)) * torch.outer(way, way @ factor)
+        wide = own.factor @ factor
+        parts.append((share, part._replace(factor=torch.linalg.cholesky(wide @ wide.mT))))
     return mixture(parts)
 
 

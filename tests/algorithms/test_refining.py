@@ -75,6 +75,10 @@ def _rows(*values: float) -> list[dict[str, Tensor]]:
     return [{"y": part} for part in torch.tensor(values).double().tensor_split(3)]
 
 
+def _no_scouts(at: Any, joint: Tensor) -> refining_server.Scouts:
+    return refining_server.Scouts(at.scouts[:0], joint[:0], at.box)
+
+
 # ---- right wherever it is the result ----
 
 
@@ -436,6 +440,7 @@ def test_modes_that_were_found_are_all_in_the_result(
     assert float(((found.mean - wanted) / found.sd).abs().max()) < 0.15
 
     monkeypatch.setattr(refining_server, "modes", lambda _, q, *__: [q_part(q)])
+    monkeypatch.setattr(refining_server, "told_scouts", _no_scouts)
     alone = _final(_model(program), silos, q)
     assert _verdict(alone).converged is False
     assert "its draws miss a mode near" in _verdict(alone).reason
@@ -643,7 +648,7 @@ def _bent(y: Tensor) -> None:
 
 
 def test_a_bent_posterior_is_right_by_several_normals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a grid. The control: one normal does not reach, and says so."""
+    """Against a grid. The control: one normal does not reach, without scouts, and says so."""
     y = [0.1, 0.9, 0.3, 0.7, 0.5, 0.6]
     axis = torch.linspace(-7, 7, 1401).double()
     a, b = torch.meshgrid(axis, axis[::2], indexing="ij")
@@ -657,7 +662,66 @@ def test_a_bent_posterior_is_right_by_several_normals(monkeypatch: pytest.Monkey
     assert abs(float(_moments(world)["a"].mean) - mean) < 0.15 * sd
     assert float(_moments(world)["a"].sd) == pytest.approx(sd, rel=0.12)
     monkeypatch.setattr(refining, "PARTS", 1)
+    monkeypatch.setattr(refining_server, "told_scouts", _no_scouts)
     assert _verdict(_final(_model(_bent), _rows(*y), q)).converged is False
+
+
+def _nothing(y: Tensor) -> None:
+    a = pyro.sample("a", dist.Normal(0.0, 5.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Poisson(a.exp()), obs=y)
+
+
+def test_counts_of_nothing_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likelihood is out of all range a few sds to one side, and flat to the other. The control: draws are asked for
+    there too, so that all are hidden."""
+    axis = torch.linspace(-40, 3, 4301).double()
+    share = (-axis.square() / 50 - 12 * axis.exp()).softmax(0)
+    mean = float(share @ axis)
+    sd = float((share @ (axis - mean).square()).sqrt())
+    q = from_moments(torch.tensor([mean]).double(), torch.tensor([[0.75 * sd**2]]).double())
+    silos = _rows(*[0.0] * 12)
+    world = _final(_model(_nothing), silos, q)
+    assert _verdict(world).converged is True
+    assert abs(float(_moments(world)["a"].mean) - mean) < 0.1 * sd
+    assert float(_moments(world)["a"].sd) == pytest.approx(sd, rel=0.06)
+    monkeypatch.setattr(refining_server, "in_range", lambda own, at, joint, proposal: proposal)
+    control = _final(_model(_nothing), silos, q)
+    assert _verdict(control).converged is False
+    assert control.state.refining.lost == refining_server.OUT_OF_RANGE
+    assert control.state.refining.sums == 1  # the silo hides all that follow
+
+
+def _two_peaks(z: Tensor) -> Tensor:
+    """Nats at z (..., 2): beside a narrow peak at 0, on no line from it, is a lobe of 3.5% of the mass, with nearly
+    all of the variance."""
+    off = z - torch.tensor([1.4, -1.3]).to(z)
+    return torch.logaddexp(-0.5 * (z / 0.06).square().sum(-1), math.log(0.0087) - 0.5 * (off / 0.3).square().sum(-1))
+
+
+def _lobe(y: Tensor) -> None:
+    z = pyro.sample("z", dist.Normal(torch.zeros(2).to(y), 1.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        pyro.factor("likelihood", _two_peaks(z) / 6 + 0 * y)
+
+
+def test_a_small_lobe_that_scouts_meet_is_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a grid. The control: without scouts among the draws none is there, and the result is silently wrong."""
+    axis = torch.linspace(-4, 4, 801).double()
+    z = torch.cartesian_prod(axis, axis)
+    share = (_two_peaks(z) - z.square().sum(1) / 2).softmax(0)
+    mean = share @ z
+    sd = (share @ (z - mean).square()).sqrt()
+    silos, q = _rows(*[0.0] * 6), _normal(0.06, 0.06)
+    world = _final(_model(_lobe), silos, q)
+    found = _moments(world)["z"]
+    assert _verdict(world).converged is True
+    assert float(((found.mean - mean) / sd).abs().max()) < 0.1
+    assert float((found.sd / sd).log().abs().max()) < 0.1
+    monkeypatch.setattr(refining_server, "told_scouts", _no_scouts)
+    control = _final(_model(_lobe), silos, q)
+    assert float((_moments(control)["z"].sd / sd).max()) < 0.5
+    assert control.state.refining.against() is None
 
 
 def test_proposals_are_aimed_at_squares_too() -> None:
