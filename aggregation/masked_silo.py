@@ -52,7 +52,7 @@ from secure_fvi.aggregation.onetime import (
 )
 from secure_fvi.aggregation.prg import CHUNK_BYTES, Mask, MaskStream, apply_masks, digest
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.aggregation.roster import Identity, Roster, check_missing
+from secure_fvi.aggregation.roster import Identity, Roster, bitmap_of, check_missing
 from secure_fvi.aggregation.session import Session
 from secure_fvi.aggregation.store import MemoryStore, Overtaken, Still, Store
 from secure_fvi.errors import InputError, ProtocolError
@@ -163,7 +163,7 @@ class MaskedSilo:
         that is asked. Where sums recover they are shared with all neighbours of the batch, whoever is in the cohort.
         Either way a server that names a smaller cohort to one silo removes no mask from it.
         """
-        asked = self._check_cohort(index, cohort)
+        asked, bitmap = self._check_cohort(index, cohort)
         if len(context) != 32 or len(question) not in (0, 32):
             raise ProtocolError("a context has 32 bytes, and so has a question that is named")
         self._check_bound(index, question)
@@ -171,7 +171,7 @@ class MaskedSilo:
         session = self._state.agreed.session if batch is None else batch.session
         assert session is not None
         session.check_survivors(asked)
-        last, bitmap = self._last_index(), self._roster.bitmap(asked)
+        last = self._last_index()
         if index <= last:
             raise ProtocolError(f"sum index {index} was used already, or skipped")
         if batch is None:
@@ -267,18 +267,18 @@ class MaskedSilo:
         process that stood still while another went on does not bring back an index whose claim was let go of."""
         return self._store.risen(LAST)
 
-    def _check_cohort(self, index: int, cohort: Sequence[str]) -> frozenset[int]:
-        """The places of the cohort. Raises ProtocolError where this silo is not to contribute to it."""
-        members = set(cohort)
-        if self.silo_id not in members:
+    def _check_cohort(self, index: int, cohort: Sequence[str]) -> tuple[frozenset[int], bytes]:
+        """The places of the cohort, also as a bitmap. Raises ProtocolError where this silo is not to contribute."""
+        if self.silo_id not in cohort:
             raise ProtocolError(f"silo '{self.silo_id}' is not in the cohort of sum {index}")
-        if len(members) != len(cohort) or not members <= self._roster.places.keys():
+        asked = _places(self._roster.ids, tuple(cohort))
+        if len(asked.places) != len(cohort):
             raise ProtocolError(f"the cohort of sum {index} does not fit the roster")
-        if len(members) < self._roster.min_cohort:
+        if len(cohort) < self._roster.min_cohort:
             raise ProtocolError(
-                f"the cohort of sum {index} has {len(members)} silos, below min_cohort = {self._roster.min_cohort}"
+                f"the cohort of sum {index} has {len(cohort)} silos, below min_cohort = {self._roster.min_cohort}"
             )
-        return frozenset(self._roster.places[silo] for silo in members)
+        return asked
 
     def _masked(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask]) -> memoryview:
         ring = self._rings.get(table.digest)
@@ -382,9 +382,7 @@ class MaskedSilo:
         """Write down whose terms this question's total has, if it is named; of a whole sum all of the cohort's."""
         if not question:
             return
-        ids = [[self._roster.ids[p] for p in places] for places in (cohort, survivors)]
-        absent: bytes = msgpack.packb(sorted(set(ids[0]) - set(ids[1])))
-        mine = digest(LABEL_QUESTION, msgpack.packb(ids)) + absent
+        mine = _of_a_question(self._roster.ids, tuple(cohort), tuple(survivors))
         if self._questions.claim(_question_slot(question), mine, self._settle) != mine:
             raise ProtocolError(f"sum {index}: other survivors of this question were named before, at another index")
 
@@ -431,6 +429,28 @@ class MaskedSilo:
 
 #: What all silos of one process are sent, keys and nonces of them all, is read once, and is one object. It is public.
 _read = functools.lru_cache(maxsize=1)(unpack_any)
+
+
+class _Asked(NamedTuple):
+    places: frozenset[int]
+    bitmap: bytes
+
+
+@functools.lru_cache(maxsize=4)
+def _places(ids: tuple[str, ...], cohort: tuple[str, ...]) -> _Asked:
+    """The places of a cohort: fewer than it names, where not all of these stand once in the roster's `ids`. This and
+    the next are public, and the same for all silos of a process."""
+    members = frozenset(cohort)
+    places = frozenset(at for at, name in enumerate(ids) if name in members)
+    return _Asked(places, bitmap_of(places, len(ids)))
+
+
+@functools.lru_cache(maxsize=4)
+def _of_a_question(ids: tuple[str, ...], cohort: tuple[int, ...], survivors: tuple[int, ...]) -> bytes:
+    """What a silo writes down of whose terms the total of a question has."""
+    named = [[ids[p] for p in places] for places in (cohort, survivors)]
+    absent: bytes = msgpack.packb(sorted(set(named[0]) - set(named[1])))
+    return digest(LABEL_QUESTION, msgpack.packb(named)) + absent
 
 
 def _question_slot(question: bytes) -> str:

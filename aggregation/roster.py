@@ -149,14 +149,19 @@ class Roster:
 
     def bitmap(self, places: frozenset[int]) -> bytes:
         """A set of members, as in messages."""
-        bits = 0
-        for place in places:
-            bits |= 1 << place
-        return bits.to_bytes((self.size + 7) // 8, "little")
+        return bitmap_of(places, self.size)
 
     def members_of(self, bitmap: bytes) -> tuple[int, ...]:
         """The members in `bitmap`, ascending; raises ProtocolError for a wrong length or a stray bit."""
         return _members(self.size, bitmap)
+
+
+def bitmap_of(places: frozenset[int], size: int) -> bytes:
+    """A set of members of a roster of `size`, as in messages."""
+    bits = 0
+    for place in places:
+        bits |= 1 << place
+    return bits.to_bytes((size + 7) // 8, "little")
 
 
 @lru_cache(maxsize=16)

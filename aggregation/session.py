@@ -90,6 +90,7 @@ class Session:
         self._degree = len(self.members) if complete else hood.k
         self._order = tuple(order)
         self._place_in_order = {member: at for at, member in enumerate(order)}
+        self._held: frozenset[int] | None = None  # the set that was found good last: all silos of a process ask of one
         self._neighbours: dict[int, tuple[int, ...]] = {}
         self._positions: dict[int, dict[int, int]] = {}
         self.threshold = complete_threshold(len(self.members)) if complete else hood.threshold
@@ -99,7 +100,7 @@ class Session:
 
         On the ring each window of k/2 consecutive places must keep more of them than colluders may fill.
         """
-        if self._complete:
+        if self._complete or survivors is self._held:
             return
         width = self._degree // 2
         there = np.fromiter((member in survivors for member in self._order), np.int64, len(self._order))
@@ -110,6 +111,7 @@ class Session:
                 f"the {len(survivors)} survivors named leave {thinnest} of {width} neighbouring places of the graph of "
                 f"masks, at least {self.least_in_window} are needed: they could be taken apart"
             )
+        self._held = survivors if isinstance(survivors, frozenset) else None
 
     @cached_property
     def least_in_window(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -16,10 +16,10 @@ from secure_fvi import wire
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.errors import ProtocolError
 
-VERSION = 4
+VERSION = 5
 #: First byte of what the server sends: an algorithm's broadcast, or a message of the secure sum.
 ROUND, SUM = b"R", b"S"
-#: Bytes of a broadcast besides its tensors, at most: ids and what was used of each silo.
+#: Bytes of a broadcast besides its tensors, at most: what was used of each silo, and ids where not all are asked.
 _HEAD_BYTES = 1 << 23
 
 _DTYPES: dict[str, np.dtype[Any]] = {"f8": np.dtype("<f8"), "f4": np.dtype("<f4")}
@@ -30,8 +30,9 @@ _BROADCAST = wire.Row(
     wire.whole(),  # version
     wire.whole(),  # round
     wire.whole(),  # sum index
-    wire.Mapped(wire.whole(), _NAME),  # sums used
-    wire.Listed(_NAME),  # cohort
+    wire.Listed(wire.whole()),  # sums used, in the cohort's order; one number where it is the same of all
+    wire.binary(32),  # digest of the cohort
+    wire.Listed(_NAME),  # the cohort, where it is not all whom the job asks
     wire.Mapped(wire.real(), _NAME),
     wire.Mapped(_TENSOR, _NAME),
     _NAME,  # phase
@@ -59,15 +60,18 @@ def unpack_tensors(packed: Any) -> dict[str, Tensor]:
     return out
 
 
-def encode_broadcast(message: Broadcast) -> bytes:
-    """Canonical bytes: their SHA-256 is the context that a contribution answers."""
+def encode_broadcast(message: Broadcast, asked: tuple[str, ...] | None = None) -> bytes:
+    """Their SHA-256 is the context that a contribution answers. asked: whom the job asks: a cohort of just these is not
+    named, since every party knows them, so that a broadcast grows with the silos only where it has to say more."""
+    used = [message.accepted.get(silo, 0) for silo in message.cohort]
     packed: bytes = msgpack.packb(
         [
             VERSION,
             message.round,
             message.sum_index,
-            dict(message.accepted),
-            list(message.cohort),
+            used[:1] if len(set(used)) == 1 else used,
+            _of_cohort(message.cohort),
+            [] if message.cohort == asked else list(message.cohort),
             dict(message.scalars),
             pack_tensors(message.tensors),
             message.phase,
@@ -88,15 +92,31 @@ def question_digest(message: Broadcast) -> bytes:
     return digest.digest()
 
 
-def decode_broadcast(raw: bytes, tensors: int | None = None) -> Broadcast:
-    """Raises ProtocolError unless `raw` has exactly the schema, and tensors of no more bytes than `tensors`."""
+def decode_broadcast(
+    raw: bytes, asked: Callable[[int, str], tuple[str, ...]] | None = None, tensors: int | None = None
+) -> Broadcast:
+    """Raises ProtocolError unless `raw` has exactly the schema, and tensors of no more bytes than `tensors`.
+
+    asked: whom the job asks, by round and phase. Without it `cohort` and `accepted` are empty of a broadcast that names
+    nobody: for who reads the rest."""
     limit = None if tensors is None else wire.Limit(tensors + _HEAD_BYTES)
     fields = wire.decode(raw, _BROADCAST, limit, "a broadcast")
-    version, round_, index, accepted, cohort, scalars, packed, phase, sums = fields
+    version, round_, index, used, digest, named, scalars, packed, phase, sums = fields
     _require(version == VERSION, f"a broadcast of version {VERSION} is expected")
     _require(all(math.isfinite(v) for v in scalars.values()), "malformed scalars")
-    told = tuple(cohort), scalars, unpack_tensors(packed), phase
+    cohort, accepted = tuple(named), dict[str, int]()
+    if not named and asked is not None:
+        cohort = asked(round_, phase)
+    if cohort:
+        _require(digest == _of_cohort(cohort), "the cohort is not the one that the job asks in this round")
+        _require(len(used) in (1, len(cohort)), "as many sums used as silos asked, or one for all, are expected")
+        accepted = dict(zip(cohort, used if len(used) == len(cohort) else used * len(cohort), strict=True))
+    told = cohort, scalars, unpack_tensors(packed), phase
     return Broadcast(round_, index, accepted, *told, tuple(map(tuple, sums)))
+
+
+def _of_cohort(cohort: tuple[str, ...]) -> bytes:
+    return hashlib.sha256(b"secure-fvi/cohort/1" + msgpack.packb(cohort)).digest()
 
 
 def _require(condition: bool, what: str) -> None:

@@ -98,7 +98,7 @@ class Server:
         terms, table = self.program.terms.get(message.phase), self.program.tables[message.phase]
         if terms is not None and terms.adaptive:
             message = message._replace(scalars={**message.scalars, CLIP: state.clip})
-        body = encode_broadcast(message)
+        body = encode_broadcast(message, self.program.order.asked(message.round, message.phase))
         replies = yield dict.fromkeys(message.cohort, ROUND + body)
         if self.program.order.phases[message.phase].ends and len(replies) < len(message.cohort):
             return self._lost(message, len(replies))

@@ -192,7 +192,7 @@ class Silo:
         if self.answer is not None and self.answer.broadcast == context:
             return self.answer.reply
         try:
-            broadcast, digest = _read(body, self.program.order.longest)
+            broadcast, digest = _read(body, self.program.order.asked, self.program.order.longest)
             question = self.program.order.question(broadcast)
         except ProtocolError as error:
             raise ProtocolError(f"silo '{self.name}': {error}") from None
@@ -211,7 +211,7 @@ class Silo:
             return False
         if self.answer.broadcast == hashlib.sha256(message[1:]).digest():
             return True
-        return question_digest(decode_broadcast(message[1:])).hex() == self.past.answered
+        return question_digest(decode_broadcast(message[1:], self.program.order.asked)).hex() == self.past.answered
 
     def settle(self, accepted: Mapping[str, int]) -> None:
         """Let the algorithm decide on the pending local state; `accepted` is the server's, after a round. Raises
@@ -383,15 +383,15 @@ class Silo:
         answered = self.program.order.answered(broadcast)
         if answered.get(past.used) != past.settled:
             raise ProtocolError(f"silo '{self.name}': sum {past.used} did not answer what the server says it did")
-        others = set(past.together) & set(broadcast.cohort)
-        said = {s: answered.get(broadcast.accepted.get(s, 0), BEFORE_ALL) for s in broadcast.cohort}
-        taken_back = [s for s in said if said[s] < past.seen.get(s, BEFORE_ALL)]
+        used = broadcast.accepted
+        said = {index: answered.get(index, BEFORE_ALL) for index in {0, *used.values()}}
+        taken_back = sum(said[used.get(s, 0)] < past.seen[s] for s in broadcast.cohort if s in past.seen)
         if taken_back:
             raise ProtocolError(
-                f"silo '{self.name}': the server says that answers of {len(taken_back)} silos were not used, which are "
+                f"silo '{self.name}': the server says that answers of {taken_back} silos were not used, which are "
                 "among the survivors of a sum that was"
             )
-        behind = sum(said[s] < past.settled for s in others)
+        behind = sum(said[used.get(s, 0)] < past.settled for s in set(past.together).intersection(broadcast.cohort))
         if self.limits.unused is not None and behind > self.limits.unused:
             raise ProtocolError(
                 f"silo '{self.name}': the server says that sum {past.used} lacks {behind} silos; its site "
@@ -470,9 +470,9 @@ class Silo:
         """`Past.shared` with the last answer in it, which sum `index` has used."""
         if not self._sum.whole:
             return past.shared
-        before = {silo: past.shared.get(silo, "") for silo in past.cohort}
-        after = {b: shared_past(b, index, past.answered, past.view) for b in set(before.values())}
-        return {**past.shared, **{silo: after[b] for silo, b in before.items()}}
+        before = [past.shared.get(silo, "") for silo in past.cohort]
+        after = {b: shared_past(b, index, past.answered, past.view) for b in set(before)}
+        return {**past.shared, **dict(zip(past.cohort, map(after.__getitem__, before), strict=True))}
 
     def _in_order(self, past: Past, broadcast: Broadcast, question: Question) -> Past:
         """The past with this question in it. Raises ProtocolError where it is not its turn, or is past a limit."""
@@ -601,10 +601,10 @@ class Silo:
 
 
 @functools.lru_cache(maxsize=1)
-def _read(body: bytes, longest: int) -> tuple[Broadcast, str]:
-    """A broadcast, and its question's digest in hex. All silos of one process are sent the same, which names them all:
-    the newest is read once. It is public."""
-    broadcast = decode_broadcast(body, longest)
+def _read(body: bytes, asked: Callable[[int, str], tuple[str, ...]], longest: int) -> tuple[Broadcast, str]:
+    """A broadcast, and its question's digest in hex. All silos of one process are sent the same, of one job: the newest
+    is read once. It is public."""
+    broadcast = decode_broadcast(body, asked, longest)
     return broadcast, question_digest(broadcast).hex()
 
 
@@ -617,7 +617,8 @@ def shared_past(before: str, index: int, answered: str, view: str) -> str:
 
 def _as_bytes(shared: Mapping[str, str]) -> dict[str, bytes]:
     """`Past.shared` for the sum."""
-    return {silo: bytes.fromhex(digest) for silo, digest in shared.items()}
+    known = {digest: bytes.fromhex(digest) for digest in set(shared.values())}  # of most silos one and the same
+    return {silo: known[digest] for silo, digest in shared.items()}
 
 
 # ---- What a silo's half of a horizontal algorithm works on, from the silo's data. Never leaves the silo ----

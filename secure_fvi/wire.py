@@ -250,7 +250,7 @@ def shape(check: Check) -> Shape:
 
 #: Versions of the protocol that this release speaks, oldest first: all that parties say to each other once they have
 #: greeted. A change of the bytes of a message is a new one (`tests/wire/`).
-PROTOCOLS = (7,)
+PROTOCOLS = (8,)
 
 
 def agreed(spoken: Mapping[str, Sequence[int]]) -> int:

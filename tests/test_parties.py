@@ -133,6 +133,29 @@ def test_broadcasts_survive_the_wire() -> None:
     assert all(torch.equal(got.tensors[k], v) and got.tensors[k].dtype == v.dtype for k, v in sent.tensors.items())
 
 
+def test_a_broadcast_to_all_names_nobody_and_is_of_one_length() -> None:
+    """Whoever reads it looks up whom the job asks, and refuses a cohort of another digest; of a smaller one the names
+    stand in it, and of sums used one number a silo, where they differ."""
+
+    def sent(cohort: tuple[str, ...], asked: tuple[str, ...]) -> bytes:
+        return encode_broadcast(_broadcast()._replace(cohort=cohort, accepted=dict.fromkeys(cohort, 2)), asked)
+
+    few, many = ("a", "b", "c"), tuple(f"silo-{i}" for i in range(1000))
+    assert len(sent(few, few)) == len(sent(many, many)) < 300
+    assert decode_broadcast(sent(many, many)).cohort == ()
+    for cohort in (many, many[1:]):
+        got = decode_broadcast(sent(cohort, many), lambda round_, phase: many)
+        assert (got.cohort, got.accepted) == (cohort, dict.fromkeys(cohort, 2))
+    with pytest.raises(ProtocolError, match="not the one that the job asks"):
+        decode_broadcast(sent(few, few), lambda round_, phase: ("a", "b", "d"))
+    two = _broadcast()
+    for raw in (encode_broadcast(two), encode_broadcast(two, ("a", "b"))):
+        assert decode_broadcast(raw, lambda round_, phase: ("a", "b")).accepted == two.accepted
+    longer = encode_broadcast(two, ("a", "b")).replace(b"\x92\x02\x01", b"\x93\x02\x01\x01")
+    with pytest.raises(ProtocolError, match="as many sums used as silos"):
+        decode_broadcast(longer, lambda round_, phase: ("a", "b"))
+
+
 def test_malformed_broadcasts_are_refused() -> None:
     """Every truncation, and every single-byte change, either decodes to a broadcast or raises ProtocolError."""
     raw = encode_broadcast(_broadcast())

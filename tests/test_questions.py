@@ -50,7 +50,7 @@ def asked(server: Any) -> Broadcast:
     state = server.state
     messages = next(server.round())
     server.state = state
-    return decode_broadcast(messages[NAME][1:])
+    return decode_broadcast(messages[NAME][1:], server.program.order.asked)
 
 
 def tell(silo: Any, message: Broadcast) -> bytes:
@@ -245,7 +245,7 @@ def test_drawn_cohorts_are_recomputed() -> None:
     for _ in range(6):
         messages = next(server.round())
         name, raw = next(iter(messages.items()))
-        message, silo = decode_broadcast(raw[1:]), engine.silos[name]
+        message, silo = decode_broadcast(raw[1:], server.program.order.asked), engine.silos[name]
         other = tuple(sorted({*engine.silos} - {next(s for s in message.cohort if s != name)}))
         with pytest.raises(ProtocolError, match="not the one that the job asks"):
             tell(silo, message._replace(cohort=other))
@@ -487,7 +487,8 @@ def test_a_failure_is_nobodys_in_masked_sums(alone: bool, algorithm: Any, monkey
             engine.run(server.round())
         return
     state, message = server.state, asked(server)
-    replies = {name: tell(one, message) for name, one in engine.silos.items()}
+    body = ROUND + encode_broadcast(message, server.program.order.asked(1, message.phase))
+    replies = {name: one.handle(body) for name, one in engine.silos.items()}
     assert len({len(reply) for reply in replies.values()}) == 1
     assert [str(t) for t in told] == ["silo 'silo-1': its part of 'direct' exceeds the declared bound"]
     server.state = state

@@ -67,7 +67,7 @@ for bomb in bombs:                                 # inside a message of the rig
     cases.append(("shares", messages.unpack_any, bytes([0x94, messages.VERSION, 15, 0]) + bomb))
     cases.append(("contribution", messages.unpack_any, bytes([0x94, messages.VERSION, 11, 0]) + bomb))
     cases.append(("ciphertexts", homomorphic_schemes.unpack_any, bytes([0x93, messages.VERSION, 34]) + bomb))
-    cohort = b"\\x98\\x03\\x01\\x01\\x80" + bomb + b"\\x80\\x80\\xa1a"
+    cohort = b"\\x9a\\x05\\x01\\x01\\x91\\x01\\xc4\\x20" + bytes(32) + bomb + b"\\x80\\x80\\xa1a\\x90"
     cases.append(("broadcast's cohort", decode_broadcast, cohort))
 one = '{"dtype":"F64","shape":[0],"data_offsets":[0,0]}'
 header = ("{" + ",".join(f'"{i}":{one}' for i in range(1 << 18)) + "}").encode()

@@ -175,6 +175,14 @@ class Order(NamedTuple):
         """Bytes of the tensors of any broadcast, at most."""
         return max(form.bytes for form in self.forms.values())
 
+    def asked(self, round_: int, phase: str) -> tuple[str, ...]:
+        """The silos that the job asks. Raises ProtocolError for a round or a phase that it does not have."""
+        if phase not in self.phases:
+            raise ProtocolError("the algorithm has no phase of the given name")
+        if round_ not in self.phases[phase].rounds:
+            raise ProtocolError(f"the job has no round {round_} with this phase")
+        return self.cohort(round_, phase)
+
     def question(self, message: Broadcast) -> Question:
         """What `message` asks. Raises ProtocolError for what the job never asks, or not in this form."""
         phase = self.phases.get(message.phase)

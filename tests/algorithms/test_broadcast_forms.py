@@ -121,7 +121,7 @@ class Attacked:
 
         def attacked(silo: Silo, message: bytes) -> bytes:
             if silo.name == self.name and message[:1] == ROUND:
-                broadcast = decode_broadcast(message[1:])
+                broadcast = decode_broadcast(message[1:], silo.program.order.asked)
                 if broadcast.phase not in self.phases:
                     for lie in spoilt(broadcast):
                         self.ask(silo, lie, handle)
@@ -185,7 +185,7 @@ def test_values_that_no_server_sends_end_in_a_refusal_or_an_answer(case: str, mo
 def test_a_broadcast_is_no_longer_than_its_form() -> None:
     server, engine = parties(*CASES["sfvi"])
     silo, exchanges = engine.silos["silo-1"], server.round()
-    message = decode_broadcast(next(exchanges)["silo-1"][1:])
+    message = decode_broadcast(next(exchanges)["silo-1"][1:], server.program.order.asked)
     long: dict[str, Tensor] = {**message.tensors, "z_global": torch.from_numpy(np.zeros(2_000_000))}
     with pytest.raises(ProtocolError, match=r"silo 'silo-1': a broadcast of \d+ bytes, where at most \d+ are expected"):
         silo.handle(ROUND + encode_broadcast(message._replace(tensors=long)))

@@ -182,7 +182,7 @@ def test_sites_sum_a_question_over_one_set_of_survivors(
         monkeypatch.setattr(masked_silo, "_question_slot", lambda question: f"question/{os.urandom(8).hex()}")
     silos, lost = list(four.sites), "west"
     carry(four.server.round(), four.exchange)
-    message = decode_broadcast(next(four.server.round())[lost][1:])
+    message = decode_broadcast(next(four.server.round())[lost][1:], four.server.program.order.asked)
     sums, table = four.server.secure_sum, four.server.program.tables[message.phase]
 
     def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -204,7 +204,7 @@ def test_a_refused_message_moves_no_row() -> None:
         with pytest.raises(StopIteration):
             conversation.send({**replies, SILO: party.handle(messages[SILO])})
     before = {name: value.clone() for name, value in party.silo.local.by_row.items()}
-    message = decode_broadcast(next(server.round())[SILO][1:])
+    message = decode_broadcast(next(server.round())[SILO][1:], server.program.order.asked)
     with pytest.raises(ProtocolError, match="says it did"):
         party.handle(ROUND + encode_broadcast(message._replace(sums=())))
     assert all(torch.equal(party.silo.local.by_row[name], value) for name, value in before.items())

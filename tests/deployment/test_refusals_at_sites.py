@@ -486,7 +486,7 @@ def test_a_sites_state_and_its_ledger_agree(world: World, tmp_path: Path) -> Non
     job.guards = true
     job.restore()
     # Charged, and killed before the answer was kept: the session is given up, and the server told so.
-    broadcast = decode_broadcast(next(m for m in bag if m[:1] == ROUND)[1:])
+    broadcast = decode_broadcast(next(m for m in bag if m[:1] == ROUND)[1:], job.program.order.asked)
     job.guards = OldLedger(true, broadcast.sum_index + 1)
     later = broadcast._replace(round=broadcast.round + 1, sum_index=broadcast.sum_index + 1)
     with raises(SessionLost, f"sum {later.sum_index} was charged, and its answer is not there"):
