@@ -59,18 +59,22 @@ class Block:
     clipping norm, sensitivity and ledger event all derive from it. `integer` blocks are summed exactly.
     `rows` says whether the total is symmetric in the silos: "all", every element is a sum over silos; "silo", a row
     belongs to one silo and is zero in the others' contributions, so that the total shows that silo's own values;
-    "presence", a silo's own row is one and its others zero, which tells no more than who is in the total.
+    "presence", a silo's own row is one and its others zero, which tells no more than who is in the total; "some", a
+    total is one where some silo's element is not zero, and zero else: whoever has one there sends it uniform over the
+    ring, so that a masked total does not say how many did, or which.
     """
 
     name: str
     shape: tuple[int, ...]
     bound: float
     integer: bool = False
-    rows: Literal["all", "silo", "presence"] = "all"
+    rows: Literal["all", "silo", "presence", "some"] = "all"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bound) and self.bound > 0):
             raise InputError(f"block '{self.name}': bound must be positive and finite, not {self.bound}")
+        if self.rows == "some" and not self.integer:
+            raise InputError(f"block '{self.name}': whether some silo's is not zero is asked of whole numbers")
 
     @property
     def size(self) -> int:
@@ -105,6 +109,15 @@ class BlockTable:
     def bounds(self) -> FloatArray:
         """Bound of each element, shape (size,)."""
         return np.repeat([b.bound for b in self.blocks], [b.size for b in self.blocks]).astype(np.float64)
+
+    @cached_property
+    def some(self) -> npt.NDArray[np.bool_]:
+        """(size,) which elements say of a total whether some silo's is not zero, and no more."""
+        return np.repeat([b.rows == "some" for b in self.blocks], [b.size for b in self.blocks]).astype(bool)
+
+    def told(self, sum_: FloatArray) -> FloatArray:
+        """What a total says, of the sum over silos; both (size,)."""
+        return np.where(self.some, (sum_ != 0).astype(np.float64), sum_) if self.some.any() else sum_
 
     def split(self, flat: FloatArray) -> dict[str, FloatArray]:
         """Views of `flat` (size,) by block name, in each block's shape."""

@@ -335,10 +335,10 @@ class HomomorphicSilo:
         """See `SumSilo.left_out`."""
         return self._inner.left_out(question)
 
-    def _seal(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask]) -> bytes:
+    def _seal(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask], own: Mask | None) -> bytes:
         if self._key is None:
             raise ProtocolError("the key holder's key has not come in")
-        slots = self._codecs(table).encode(values, masks if self._masks else ())
+        slots = self._codecs(table).encode(values, masks if self._masks else (), own)
         return pack(Ciphertexts(self._key.encrypt(slots)))
 
 

@@ -524,9 +524,14 @@ class PrimeRing:
         """The step of each element, shape (size,); a sum of J terms is off by at most J/2 steps."""
         return self._ring.resolution
 
-    def encode(self, values: FloatArray, masks: Sequence[Mask]) -> CentredArray:
-        """Masked ring elements of `values`, (size,). Raises AggregationError as `Ring.encode` does."""
-        return masked(self._ring.encode(values).view(np.int64), masks, self.modulus)
+    def encode(self, values: FloatArray, masks: Sequence[Mask], own: Mask | None = None) -> CentredArray:
+        """Masked ring elements of `values`, (size,). own: on what is not zero of blocks of "some". Raises
+        AggregationError as `Ring.encode` does."""
+        out = masked(self._ring.encode(values).view(np.int64), masks, self.modulus)
+        if own is not None:
+            at = self._ring.table.some & (values != 0)
+            out[at] = masked(out[at], [own], self.modulus)
+        return out
 
     def decode(self, total: CentredArray, masks: Sequence[Mask], survivors: int | None = None) -> FloatArray:
         """The sum that `total` (size,) stands for once `masks` are applied to it, float64; `survivors` as in `Ring`."""
@@ -614,8 +619,9 @@ class RealSlots:
         """Of what a total is a multiple of, by element."""
         return self._step * self._bounds
 
-    def encode(self, values: FloatArray, masks: Any = ()) -> FloatArray:
-        """Slots of `values` (size,), in [-1, 1]. Raises AggregationError as `Ring.encode` does."""
+    def encode(self, values: FloatArray, masks: Any = (), own: Any = None) -> FloatArray:
+        """Slots of `values` (size,), in [-1, 1]. No mask is uniform on them: totals of a block of "some" count silos.
+        Raises AggregationError as `Ring.encode` does."""
         self._checks.encode(values)
         return values / self._bounds
 
@@ -629,4 +635,4 @@ class RealSlots:
                 if part.size and not np.abs(part).max() <= survivors + self._slack:
                     raise AggregationError(out_of_range(block, survivors))
         values: FloatArray = total * self._step * self._bounds
-        return np.where(self._integer, np.rint(values), values)
+        return self._table.told(np.where(self._integer, np.rint(values), values))

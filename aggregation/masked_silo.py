@@ -67,7 +67,7 @@ LAST = "last"
 #: Which survivors of a question that it was asked a silo was shown: with it among them, or without.
 _WITH, _WITHOUT = b"1", b"0"
 
-Seal = Callable[[BlockTable, FloatArray, Sequence[Mask]], bytes]
+Seal = Callable[[BlockTable, FloatArray, Sequence[Mask], Mask | None], bytes]
 
 
 class _Record(NamedTuple):
@@ -106,7 +106,8 @@ class MaskedSilo:
         are bound to their index alone and one question could be summed twice over other survivors: for parties of one
         process, which ask each index once.
 
-        `seal` makes another kind's payload from table, values and masks; it replaces ring encoding and masking.
+        `seal` makes another kind's payload from table, values, masks and an own one for what is not zero of blocks of
+        "some"; it replaces ring encoding and masking.
         """
         if silo_id not in roster.places:
             raise InputError(f"silo '{silo_id}' is not in the roster")
@@ -180,9 +181,13 @@ class MaskedSilo:
             if self._store.get(f"{SURVIVORS}/{index}") is not None:
                 raise ProtocolError(f"the survivors of sum {index} were named already; this silo is too late")
             masks = batch.masks(index, table.digest, context)
-        if spoiled:
-            masks.append(self._own_mask(session, Asked(index, bitmap, table.digest, context, question)))
-        payload = self._masked(table, values, masks) if self._seal is None else self._seal(table, values, masks)
+        own = None
+        if spoiled or (values.shape == table.some.shape and values[table.some].any()):
+            own = self._own_mask(session, Asked(index, bitmap, table.digest, context, question))
+            if spoiled:
+                masks, own = [*masks, own], None
+        sealing = self._masked if self._seal is None else self._seal
+        payload = sealing(table, values, masks, own)
         inside = sent = hashlib.sha256(payload).digest()
         if self._seal is not None and batch is not None:
             # What a retry after a crash must repeat. Encryption is random: there it is the values themselves, keyed.
@@ -280,11 +285,17 @@ class MaskedSilo:
             )
         return asked
 
-    def _masked(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask]) -> memoryview:
+    def _masked(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask], own: Mask | None) -> memoryview:
         ring = self._rings.get(table.digest)
         if ring is None:
             ring = self._rings[table.digest] = Ring(table, self._roster.bits, self._roster.size)
-        return _masked(ring, values, masks).view(np.uint8).data
+        out = _masked(ring, values, masks)
+        if own is not None:
+            at = table.some & (values != 0)
+            part = out[at]
+            apply_masks(part, [own])
+            out[at] = part
+        return out.view(np.uint8).data
 
     def _named(self, request: SignRequest | RevealRequest, signed: bool) -> tuple[SiloBatch, tuple[int, ...], bytes]:
         """The batch, the survivors, and the statement that names them out of their cohort.

@@ -103,7 +103,7 @@ class PlainServer:
         if not survivors:
             named = "".join(f"; silo '{silo}' sent what does not fit" for silo in left_out[:3])
             raise AggregationError(f"sum {index}: no silo answered{named}")
-        return Total(values, tuple(survivors))
+        return Total(table.told(values), tuple(survivors))
 
 
 def _misfit(data: bytes, table: BlockTable) -> str:

@@ -167,11 +167,13 @@ class Ring:
         """
         if survivors is not None:
             self._check_range(total.view(self._signed), survivors)
-        return np.asarray(total.view(self._signed) * self._inverse, dtype=np.float64)
+        return self.table.told(np.asarray(total.view(self._signed) * self._inverse, dtype=np.float64))
 
     def _check_range(self, total: npt.NDArray[Any], survivors: int) -> None:
         for block, end, largest in zip(self.table.blocks, self._ends, self._largest, strict=True):
             part = total[end - block.size : end]
+            if block.rows == "some":
+                continue
             if part.size and not -survivors * largest <= int(part.min()) <= int(part.max()) <= survivors * largest:
                 raise AggregationError(out_of_range(block, survivors))
 

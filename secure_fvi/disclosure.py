@@ -63,8 +63,9 @@ WORDS = {
     "slope": ("slope",), "curve": ("slope",), "weighed": ("log-likelihood",),
     "refined": ("log-likelihood",), "gamma": ("gamma",),
     "loc": _POINT, "sd": _POINT, "root": (*_POINT, "covariance"), "weights": _POINT, "means": _POINT, "spreads": _POINT,
-    "change": ("change of its site", "change of q"), "skipped": ("could fit",), "tempered": ("tempered",),
-    "moving": ("would move q",), "distortion": ("part of the objective",), "rate": ("part of the objective",),
+    "change": ("change of its site", "change of q"), "skipped": ("could not fit", "could fit"),
+    "tempered": ("tempered",), "moving": ("would move q",),
+    "distortion": ("part of the objective",), "rate": ("part of the objective",),
     "auxiliary": ("auxiliary",), "local": ("part of the objective",), "unsettled": ("settled", "drift"),
     "mass": ("weight",),
 }  # fmt: skip

@@ -177,7 +177,7 @@ class BaselineState(NamedTuple):
     round: int  # sums of changes used
     q: Natural  # the prior, times what silos changed so far
     records: int  # N; 0 where it is not known, or not yet
-    skipped: int  # local fits that ran off
+    skipped: int  # rounds in which some local fit ran off
     lost: bool  # whether a silo that was asked is missing in q
 
 
@@ -206,7 +206,8 @@ class BaselineProgram(Program):
     def sums(self) -> dict[str, Sum]:
         config, change = self.config, self.families.change
         records = Block(RECORDS, (), 2.0**31, integer=True)
-        skipped = Block(SKIPPED, (), 1.0, integer=True)  # silos whose local fit ran off: they change nothing
+        # Whether some silo's local fit ran off: it changes nothing.
+        skipped = Block(SKIPPED, (), 1.0, integer=True, rows="some")
         # A single silo's number of records is nobody's business; all silos' tells whether one was lost.
         counts = (records, skipped) if config.at_once else (skipped,)
         sent: dict[str, Tensor | tuple[int, ...]] = {"q": change.shape}
@@ -266,7 +267,7 @@ class BaselineProgram(Program):
         return Verdict(None, f"{name} is {what}; nothing in it tells how far q is from the posterior: use pvi", details)
 
     def metrics(self, state: BaselineState) -> dict[str, float | None]:
-        return {"skipped_fits": state.skipped}
+        return {"skipped_rounds": state.skipped}
 
     # ---- silo ----
 

@@ -12,9 +12,10 @@ maximises E_q[log p(y_j, Z_L | Z_G) - log q(Z_L | Z_G)] - KL(q || cavity) over q
 point is a local optimum of global VI (Property 2.2), whatever the partition.
 
 At rest. A run is at rest once, in the last rounds, every silo took part, none failed or tempered its cavity, and none's
-own undamped change moves q past the tolerance: these are counts in the sum, so that opposite changes do not hide each
-other and a sum of nothing is no rest. Then, in one more phase, all silos evaluate the bound and its slope at the final
-q (`stationarity`): a run has converged only if that slope would not move q either.
+own undamped change moves q past the tolerance. The sum says of each whether some silo's did, so that opposite changes
+do not hide each other and a sum of nothing is no rest; how many, it does not, since each turns at a silo's own site.
+Then, in one more phase, all silos evaluate the bound and its slope at the final q (`stationarity`): a run has converged
+only if that slope would not move q either.
 
 Sites stay at the silos. A change counts only once the server has said, in a later broadcast, that its sum was used and
 with which damping, and the server may say another damping later: it takes a step back that left a silo without a proper
@@ -86,8 +87,8 @@ else:
 
 #: The phase after the last round: all silos at the final q.
 FINISH = "finish"
-#: Silos of a sum by what befell them, and which were in it: the secure sum shows the server that anyway, and a silo has
-#: to know whether its change was used.
+#: What befell some silo of a sum, and which were in it: the secure sum shows the server that anyway, and a silo has to
+#: know whether its change was used.
 SKIPPED, TEMPERED, MOVING, PRESENT = "skipped", "tempered", "moving", "present"
 OBJECTIVE, RECORDS = "objective", "records"
 
@@ -159,7 +160,10 @@ class PVI(LocalFitOptions):
         asked = min(self.asked(silos), silos)
         sums: tuple[Sums, ...] = (Sums(ROUND_PHASE, self.most_rounds, what, asked, names[self.schedule]),)
         if not private:
-            counts = "; whether it could fit, tempered its cavity, or would move q further"
+            counts = (
+                "; whether it could not fit, tempered its cavity, or would move q further, which totals say of some "
+            )
+            counts += "silo or none"
             weighed = self.rounds is None
             final = f"{DISCLOSED if weighed else DISCLOSED_OF_SLOPE}; its number of records"
             finish = Sums(FINISH, 1, final, silos, besides=True, likelihood=weighed)
@@ -416,15 +420,16 @@ QUIET = 2
 #: And in all: a silo whose cavity is improper at the fixed point itself stays so, however short the steps.
 _MOST_UNDONE = 8
 #: How often in a job a silo says anew that it tempered its cavity, or would move q; it says so ever after then. Where
-#: it turns is its own site's precision or mean: a server that leaves all changes would search for it, with a q a round.
-#: Not of moves by fits along one draw, whose noise turns them in every run, and tells no more than that noise lets.
+#: totals turn is the site of the silo whose own is the most precise, or is the furthest off: a server that leaves all
+#: changes would search for it, with a q a round. Not of moves by fits along one draw, whose noise turns them in every
+#: run, and tells no more than that noise lets.
 _MOST_TURNS = 2
 #: Largest power of two of a unit.
 _MOST_UNITS = 200
 
 
 class Counts(NamedTuple):
-    """Silos of one round's sum. Everyone may see them."""
+    """Of one round's sum: silos that were absent, and what befell some silo (1) or none (0). Everyone may see it."""
 
     absent: int = 0
     skipped: int = 0
@@ -450,8 +455,8 @@ class PVIState(NamedTuple):
     damping: float  # the share to be taken next, under "auto"; 0 before the first round
     residual: Natural  # the last sum of changes of all silos
     earlier: Natural  # the one before
-    skipped: int  # times that a silo's fit failed
-    tempered: int  # times that a silo fitted against a tempered cavity
+    skipped: int  # rounds in which some silo's fit failed
+    tempered: int  # and in which some silo fitted against a tempered cavity
     undone: int  # steps taken back by half, since they left a silo without a proper cavity
     last: Counts  # of the last round
     quiet: Tensor  # (J,) rounds in a row that a silo was in the total of and that were quiet
@@ -551,7 +556,7 @@ class PVIProgram(Program):
         changes = (families.change, *(Block(name, shape, config.bound) for name, shape in thetas.items()))
         present = Block(PRESENT, (silos,), 1.0, integer=True, rows="presence")
         records = Block(RECORDS, (), 2.0**31, integer=True)
-        flags = tuple(Block(name, (), 1.0, integer=True) for name in (SKIPPED, TEMPERED, MOVING))
+        flags = tuple(Block(name, (), 1.0, integer=True, rows="some") for name in (SKIPPED, TEMPERED, MOVING))
         sent: dict[str, Tensor | tuple[int, ...]] = {"q": (families.packed,), "units": (families.n,)}
         sent |= {"sums": (silos,), "dampings": (silos,), **thetas}
         most = config.most_rounds
@@ -775,31 +780,31 @@ class PVIProgram(Program):
         return final_server.verdict(rest, None, found, advice)._replace(details=details)
 
     def _counts(self, state: PVIState) -> dict[str, float | None]:
-        return {f"silos_{name}": float(value) for name, value in state.last._asdict().items()}
+        absent, *some = state.last._asdict().items()
+        return {f"silos_{absent[0]}": float(absent[1]), **{f"some_{name}": float(value) for name, value in some}}
 
     def _trouble(self, state: PVIState) -> tuple[str, str] | None:
         """What kept the rounds from coming to rest, and what to try."""
-        last, count, config = state.last, len(self.problem.silos), self.config
+        last, config = state.last, self.config
         if self.at_rest(state):
             return None if state.checked else ("a silo was missing when the final q was checked", "run it again")
         scale, more = "standardise the columns, or use sfvi", f"raise max_rounds (now {config.max_rounds})"
         if last.skipped:
             return (
-                f"{last.skipped} of {count} silos could not fit in the last round, their local steps ran off",
+                "some silo could not fit in the last round, its local steps ran off",
                 f"lower learning_rate (now {self._rate:.2g}), {scale}",
             )
         if last.tempered:
             return (
-                f"{last.tempered} of {count} silos had an improper cavity in the last round (the other silos' sites "
-                "together are no distribution), so that q counts their records wrongly",
+                "some silo had an improper cavity in the last round (the other silos' sites together are no "
+                "distribution), so that q counts its records wrongly",
                 f"set a lower damping (now {self._damping(state)}), {scale}",
             )
         if last.absent:
             return f"{last.absent} of the silos that were asked were absent from the last round", "run it again"
         if last.moving:
             return (
-                f"{last.moving} of {count} silos would still move q by more than {config.tolerance:g} sds after "
-                f"{state.round} rounds",
+                f"some silo would still move q by more than {config.tolerance:g} sds after {state.round} rounds",
                 f"{more} or local_steps (now {config.local_steps}), lower learning_rate (now {self._rate:.2g}), "
                 f"{scale}",
             )
@@ -901,8 +906,8 @@ class PVIProgram(Program):
             "last_change_sd": moved if math.isfinite(moved) else None,
             "damping": state.damping,
             "bound": state.rest.bound,
-            "skipped_fits": state.skipped,
-            "tempered_cavities": state.tempered,
+            "skipped_rounds": state.skipped,
+            "tempered_rounds": state.tempered,
             "undone_steps": state.undone,
             "halvings": state.halvings,
         }

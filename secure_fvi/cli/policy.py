@@ -489,6 +489,12 @@ _COHORTS = {
     "asynchronous": "{asked} of {silos} silos, those whose fits are done",
     "sequential": "{asked} of {silos} silos, one after the other",
 }
+_ROWS = {
+    "all": "",
+    "silo": ", a row a silo",
+    "presence": ", who is in the total",
+    "some": ", whether some silo's is not 0",
+}
 
 
 def disclosure_lines(d: Disclosure) -> list[str]:
@@ -513,7 +519,7 @@ def _lines(d: Disclosure) -> Iterator[str]:
         else:
             exact = p.exact()
             for b in p.blocks:
-                rows = {"all": "", "silo": ", a row a silo", "presence": ", who is in the total"}[b.rows]
+                rows = _ROWS[b.rows]
                 shape = " x ".join(map(str, b.shape)) or "one number"
                 how = "exact" if b.name in exact else "noised"
                 yield f"  {b.name}: {shape}{rows}; a silo's within +-{b.bound:g}; {how}"

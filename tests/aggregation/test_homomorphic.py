@@ -39,6 +39,14 @@ def test_bfv_totals_are_exact_within_the_resolution(masks, silos, size):
         assert total.values[-1] == sum(v[-1] for v in values.values())
 
 
+@pytest.mark.parametrize("kind", [Homomorphic(), Homomorphic(masks=False), Homomorphic(scheme="ckks")], ids=repr)
+def test_a_total_says_whether_some_silos_is_not_zero(kind):
+    ids, table = names(3), BlockTable((Block("g", (1,), 8.0), Block("far", (3,), 1.0, integer=True, rows="some")))
+    server, parties = local_parties(kind, ids)
+    values = {s: np.array([0.5, 0.0, s == ids[1], s != ids[0]]) for s in ids}
+    np.testing.assert_allclose(run_sum(server, parties, 0, table, values).values, [1.5, 0, 1, 1], atol=1e-2)
+
+
 def test_a_ckks_total_is_off_by_its_flooding_alone_and_integers_are_exact():
     ids = names(4)
     table = BlockTable((Block("gradient", (5000,), 10.0), Block("count", (1,), 500.0, integer=True)))
@@ -211,6 +219,23 @@ class TestPrimeRing:
         decoded = ring.decode(centred, [Mask(key, k % 2 == 1) for k, key in enumerate(keys)])
         tolerance = terms * ring.resolution / 2 + 2**-50 * terms * bound
         assert (np.abs(decoded - sum(rows)) <= tolerance).all()
+
+    @pytest.mark.parametrize("own", [True, False])
+    def test_how_many_silos_are_not_zero_is_not_in_the_total(self, own):
+        """One of four, or all: the residue is uniform. In the control no silo has a mask of its own."""
+        ring = PrimeRing(BlockTable((Block("far", (2,), 1.0, integer=True, rows="some"),)), 4)
+        for on in (1, 4):
+            read = []
+            for k in range(200):
+                keys = [Mask(bytes([k, on, silo]) + bytes(29), False) if own else None for silo in range(4)]
+                terms = [ring.encode(np.array([0.0, silo < on]), (), key) for silo, key in enumerate(keys)]
+                total = sum(terms) % BFV_PRIME
+                assert total[0] == 0
+                read.append(total[1])
+            if own:
+                assert stats.kstest(np.array(read) / BFV_PRIME, "uniform").pvalue > 1e-4
+            else:
+                assert set(read) == {on}
 
     def test_many_masks_are_reduced_in_time(self):
         masks = [Mask(bytes([k]) * 32, False) for k in range(100)]

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.stats import kstest
 from sum_network import CONTEXT, carry, contribute, names, random_values, run_sum, table_of
 
 from secure_fvi.aggregation import Block, BlockTable, Masked, Plain
+from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.parties import local_parties
+from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
@@ -277,6 +280,44 @@ def test_a_sum_that_was_not_prepared_or_is_of_an_old_batch_is_an_error():
         carry(server.prepare(0), parties)
     with pytest.raises(InputError, match="cannot be negative"):
         carry(server.prepare(-1), parties)
+
+
+SOME = BlockTable((Block("change", (2,), 8.0), Block("far", (3,), 1.0, integer=True, rows="some")))
+
+
+@pytest.mark.parametrize("kind", [Plain(), Masked(), Masked(bits=32), Masked(max_missing=1)], ids=repr)
+def test_a_total_says_whether_some_silos_is_not_zero(kind):
+    """In all kinds of sums alike, however many silos' are; the other blocks are as ever."""
+    ids = names(4)
+    server, parties = local_parties(kind, ids)
+    values = {s: np.array([1.5, -0.25, 0.0, s == ids[1], s != ids[0]]) for s in ids}
+    total = run_sum(server, parties, 0, SOME, values).values
+    np.testing.assert_allclose(total[:2], [6.0, -1.0], atol=1e-3)
+    assert total[2:].tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("kind", [Masked(), Masked(bits=32), Masked(max_missing=1)], ids=repr)
+def test_a_total_does_not_say_how_many_silos_are_not_zero(kind, own, monkeypatch):
+    """One of four, or all: the ring element that a server adds up is uniform. In the control no silo has a mask of its
+    own, and the element is the number of silos."""
+    ids, read = names(4), {}
+    monkeypatch.setattr(Ring, "decode", lambda self, total, survivors: total.astype(np.float64) / 2.0**self.bits)
+    if not own:
+        monkeypatch.setattr(MaskedSilo, "_own_mask", lambda self, session, asked: None)
+    server, parties = local_parties(kind, ids)
+    for index in range(60):
+        on = 1 if index % 2 else 4
+        values = {s: np.array([1.5, -0.25, 0.0, k < on, k < on]) for k, s in enumerate(ids)}
+        total = run_sum(server, parties, index, SOME, values).values
+        assert total[2] == 0
+        read.setdefault(on, []).extend(total[3:])
+    if not own:
+        assert [set(np.array(read[on]) * 2.0 ** getattr(kind, "bits", 64)) for on in (1, 4)] == [{1.0}, {4.0}]
+        return
+    for found in read.values():  # 60 of each: the chance of a false alarm is 2 x 1e-4
+        assert kstest(found, "uniform").pvalue > 1e-4
+        assert len(set(found)) == len(found)
 
 
 def test_only_what_hides_whose_it_is_can_be_spoilt():

@@ -481,7 +481,7 @@ class TestOutOfRange:
         bad = silos[ids[BAD]]
         codec = bad._codecs(table)
         encode = codec.encode
-        monkeypatch.setattr(codec, "encode", lambda v, masks: encode(v, masks) + 2**56)
+        monkeypatch.setattr(codec, "encode", lambda *given: encode(*given) + 2**56)
         messages = {s: silos[s].contribute(0, ids, table, values[s], CONTEXT) for s in ids}
         with pytest.raises(AggregationError, match="sum 0: block 'gradient': the total lies outside 4 survivors"):
             carry(server.total(0, ids, table, messages, CONTEXT), silos)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -9,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 from pvi_world import NOISE, REGRESSION, World, build, make_regression
+from scipy.optimize import brentq
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.algorithms import pvi
 from secure_fvi.algorithms.base import Broadcast, Step
 from secure_fvi.algorithms.local_fit import first_start
-from secure_fvi.algorithms.natural import Natural, from_moments
+from secure_fvi.algorithms.natural import Natural, distance, from_moments
 from secure_fvi.algorithms.pvi import accept, distance_moved, pace
 from secure_fvi.draws import draw_global
 from secure_fvi.errors import AggregationError, ProtocolError
@@ -246,22 +249,25 @@ def test_units_a_factor_of_two_off_are_another_machines_rounding(factor: float) 
 
 
 class Searching:
-    """A server that leaves all changes but the first round's, and names a q of one precision after the other."""
+    """A server that leaves all changes but a share of the first round's, and names a q of another precision each round.
 
-    def __init__(self, world: World) -> None:
+    It looks at what the totals say of `flag`."""
+
+    def __init__(self, world: World, flag: str, damping: float) -> None:
         self._inner: Any = world.server.program
-        self._world, self.precision, self.asked, self.first, self.tempered = world, 0.0, 0, 0, 0
+        self._world, self._flag, self._damping = world, flag, damping
+        self.precision, self.asked, self.first, self.said = 0.0, 0, 0, 0
         world.server.program = self
         world.engine.run(world.server.round())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def count(self, precision: float) -> int:
-        """Silos that tempered their cavity there, by the total."""
+    def ask(self, precision: float) -> int:
+        """What the total says of the flag there."""
         self.precision = precision
         self._world.engine.run(self._world.server.round())
-        return self.tempered
+        return self.said
 
     def broadcast(self, state: Any, index: int, accepted: Any) -> Broadcast:
         said: Broadcast = self._inner.broadcast(state, index, accepted)._replace(round=self.asked)
@@ -269,21 +275,27 @@ class Searching:
             return said
         q = Natural(torch.zeros(1, dtype=torch.float64), torch.full((1, 1), self.precision, dtype=torch.float64))
         sums = torch.full_like(said.tensors["sums"], float(self.first))
-        named = {"q": q.pack(), "units": self._inner.units(q), "sums": sums, "dampings": torch.ones_like(sums)}
+        named = {"q": q.pack(), "units": self._inner.units(q), "sums": sums}
+        named["dampings"] = torch.full_like(sums, self._damping)
         return said._replace(tensors={**said.tensors, **named})
 
     def update(self, state: Any, message: Broadcast, total: Any, scale: float) -> tuple[Any, Step]:
-        self.tempered = int(self._inner.tables[message.phase].split(total)[pvi.TEMPERED])
+        self.said = int(self._inner.tables[message.phase].split(total)[self._flag])
         self.first, self.asked = self.first or message.sum_index, self.asked + 1
         return state, Step(0.0, 0.0, None, message.phase, False)
 
 
-@pytest.mark.parametrize("limited", [True, False])
-def test_a_count_of_tempered_cavities_is_no_search_for_single_sites(
-    monkeypatch: pytest.MonkeyPatch, limited: bool
+@pytest.mark.parametrize(
+    ("flag", "damping", "guard"),
+    [(pvi.TEMPERED, 1.0, g) for g in ("both", "some", "none")] + [(pvi.MOVING, 0.5, g) for g in ("both", "some")],
+)
+def test_what_a_round_says_of_silos_is_no_search_for_single_sites(
+    monkeypatch: pytest.MonkeyPatch, flag: str, damping: float, guard: str
 ) -> None:
-    """A silo tempers its cavity where q is no more precise than its own site, and totals count these silos. The control
-    has them say it as often as it turns: by halves every single site's precision is read to a thousandth."""
+    """A silo tempers its cavity where q is no more precise than its own site, and would move q where that is not far
+    more precise than its change. Totals say whether some silo did, and each says so anew two times. some: as often as
+    it turns; by halves the largest silo's precision is read to a thousandth, and no other's. none: and totals count
+    silos; every one's is."""
     silos, _ = make_regression((8, 12, 17), d=1)
 
     def fitted(self: Any, message: Broadcast, k: int, part: Any, view: Any) -> Any:  # exactly, in no time
@@ -293,17 +305,33 @@ def test_a_count_of_tempered_cavities_is_no_search_for_single_sites(
         return pvi.Finished(message.round, site, 0.0, {}, True, share < 1), part.own, 0
 
     monkeypatch.setattr(pvi.PVIProgram, "_fitted", fitted)
-    if not limited:
+    if guard != "both":
         monkeypatch.setattr(pvi, "_MOST_TURNS", 10**6)
-    server = Searching(build(REGRESSION, silos, sf.PVI()))
-    known = {p: server.count(p) for p in (0.1, 1e4)}
-    assert list(known.values()) == [3, 0]
-    while server.asked < 50:
+    if guard == "none":
+        monkeypatch.setattr(BlockTable, "told", lambda self, sum_: sum_)
+    server = Searching(build(REGRESSION, silos, sf.PVI(local_optimizer="closed_form", family="full")), flag, damping)
+    known = {p: server.ask(p) for p in (0.1, 1e5)}
+    assert list(known.values()) == [3 if guard == "none" else 1, 0]
+    while server.asked < (48 if guard == "none" else 20):
         places = sorted(known)
         a, b = max(((a, b) for a, b in pairwise(places) if known[a] != known[b]), key=lambda at: at[1] / at[0])
-        known[(a * b) ** 0.5] = server.count((a * b) ** 0.5)
+        known[(a * b) ** 0.5] = server.ask((a * b) ** 0.5)
     found = [(a * b) ** 0.5 for a, b in pairwise(sorted(known)) if known[a] != known[b]]
-    truth = [float((s["x"].double().square().sum()) / NOISE**2) for s in silos]
-    read = [any(abs(at / own - 1) < 1e-3 for at in found) for own in truth]
-    assert any(read) is not limited
-    assert all(read) is not limited
+    each = sorted(float((s["x"].double().square().sum()) / NOISE**2) for s in silos)
+    turns = [_turns_at(flag, damping, own) for own in each]
+    read = [any(abs(at / own - 1) < 1e-3 for at in found) for own in turns]
+    assert read == {"both": [False] * 3, "some": [False, False, True], "none": [True] * 3}[guard]
+
+
+def _turns_at(flag: str, damping: float, precision: float) -> float:
+    """The precision of q at which a silo of this own one turns."""
+    if flag == pvi.TEMPERED:
+        return damping * precision
+    zero, left = torch.zeros(1, dtype=torch.float64), torch.full((1, 1), (1 - damping) * precision, dtype=torch.float64)
+    change = Natural(zero, left)
+
+    def further(at: float) -> float:
+        q = Natural(zero, torch.full((1, 1), math.exp(at), dtype=torch.float64))
+        return distance(q, q.plus(change)) - sf.PVI().tolerance
+
+    return math.exp(brentq(further, math.log(precision) - 5, math.log(precision) + 10))

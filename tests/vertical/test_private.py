@@ -141,7 +141,7 @@ def test_everything_is_charged_and_nothing_else_is_released(tmp_path: Any) -> No
     assert 0 < claim["epsilon"] <= 4.0
     assert claim["releases"] == 2 * (10 + 2)
     assert result.elbo is None
-    assert result.metrics["silos_unsettled"] is None
+    assert result.metrics["some_unsettled"] is None
     for party in ("silo-1", "response-holder"):
         report = read_report(tmp_path / "ledger.sqlite", party, None)
         assert "values that this institution holds of one person differ" in report.adjacency

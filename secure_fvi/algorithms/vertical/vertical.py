@@ -74,7 +74,7 @@ HIDDEN_PHASE = "hidden"
 PULL_PHASE = "pull"
 #: The sum after the last round in which silos that alone know the response tell q(gamma).
 SHARED_PHASE = "gamma"
-#: Blocks: z_j, a row a record; a silo's part of the bound, nats; 1 from a silo whose own parameters still drift; the
+#: Blocks: z_j, a row a record; a silo's part of the bound, nats; whether some silo's own parameters still drift; the
 #: sum of unnormalised weights, where they are learned; d_j; the gradient in gamma; a silo's part of log p, nats.
 AUXILIARY, LOCAL, UNSETTLED, MASS, SLOPE, GAMMA, VALUE = (
     "auxiliary", "local", "unsettled", "mass", "slope", "gamma", "value",
@@ -121,7 +121,7 @@ class RunShape:
         """Of each phase, for so many records a round."""
         rows, in_all = (records, columns), self.bound * records
         bound = [Block(LOCAL, (), in_all)] if self.server_knows else []  # of no use without the likelihood's part
-        first = [Block(AUXILIARY, rows, self.bound), *bound, Block(UNSETTLED, (), 1.0)]
+        first = [Block(AUXILIARY, rows, self.bound), *bound, Block(UNSETTLED, (), 1.0, integer=True, rows="some")]
         if self.weight_concentration is not None:
             first.append(Block(MASS, (), self.bound))
         second = Block(SLOPE, rows, self.bound), Block(GAMMA, (gamma_size,), in_all), Block(VALUE, (), in_all)
@@ -350,7 +350,7 @@ class VerticalState(NamedTuple):
     mass: float  # power with learned weights: normaliser of the silos' weights
     local: float  # nats: the silos' part of the bound of this round
     objective: float  # the bound as estimated in the last round, nats
-    unsettled: float  # silos whose parameters still drifted, nan where it is not released
+    unsettled: float  # one where some silo's parameters still drifted, nan where it is not released
     monitor: stopping.Monitor  # of gamma
 
 
@@ -590,13 +590,13 @@ class ColumnsProgram(Program):
         if at_rest:
             return Verdict(True, "gamma and the silos' own parameters stopped drifting", details)
         own = "own parameters" if self.config.server_knows else "own parameters or gamma"
-        who = "gamma was" if not still else f"{round(state.unsettled)} silos' {own} were"
+        who = "gamma was" if not still else f"some silo's {own} were"
         advice = f"raise rounds (now {self.config.rounds}), lower learning_rate, or standardise the columns"
         return Verdict(False, f"{who} still drifting when the rounds were over; {advice}", details)
 
     def metrics(self, state: VerticalState) -> dict[str, float | None]:
         unsettled = None if math.isnan(state.unsettled) else round(state.unsettled)
-        return {"r_hat": state.monitor.r_hat, "silos_unsettled": unsettled}
+        return {"r_hat": state.monitor.r_hat, "some_unsettled": unsettled}
 
     def _after_slopes(self, state: VerticalState, sums: Totals) -> tuple[VerticalState, Step]:
         """Power likelihood: D, the gradient in gamma and the likelihood's value are totals."""
