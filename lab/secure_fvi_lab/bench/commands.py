@@ -175,6 +175,7 @@ def coverage(fits: int, seed: int) -> Finding:
 
 @bench.command()
 @click.option("--kills", type=click.IntRange(1), default=200, show_default=True, help="Over as many jobs as it takes.")
+@click.option("--each", is_flag=True, help="So many kills of each party, in place of all together.")
 @click.option(
     "--on-loss",
     type=click.Choice(["wait", "drop"]),
@@ -190,6 +191,7 @@ def coverage(fits: int, seed: int) -> Finding:
 def kills(
     context: click.Context,
     kills: int,
+    each: bool,
     on_loss: str,
     seed: int,
     kinds: tuple[str, ...],
@@ -203,7 +205,7 @@ def kills(
     """
     from secure_fvi_lab.bench.kills import command
 
-    if not command(as_json, kills, on_loss, seed, kinds, folder):
+    if not command(as_json, kills, on_loss, seed, kinds, folder, each):
         context.exit(1)
 
 

@@ -25,7 +25,7 @@ from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import read_json
-from secure_fvi_lab.bench.world import HUB, Parties, answered, posterior
+from secure_fvi_lab.bench.world import HOLDER, HUB, Parties, answered, posterior
 from secure_fvi_lab.machine import machine
 
 _PER_JOB = 20
@@ -34,10 +34,13 @@ _DEADLINE = 1.0  # under "drop"
 _ENDED = (0, 4)  # exit codes of a job that ended, and of one that says that it has not converged
 
 
-def command(as_json: bool, kills: int, on_loss: str, seed: int, kinds: tuple[str, ...], folder: Path | None) -> bool:
+def command(
+    as_json: bool, kills: int, on_loss: str, seed: int, kinds: tuple[str, ...], folder: Path | None, each: bool
+) -> bool:
     """Run the campaign and print it; whether every job was as it should."""
     with tempfile.TemporaryDirectory() as made:
-        found = campaign(folder or Path(made), kills, on_loss, seed, kinds, lambda text: click.echo(text, err=True))
+        root, told = folder or Path(made), lambda text: click.echo(text, err=True)
+        found = campaign(root, kills, on_loss, seed, kinds, told, each)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
@@ -46,6 +49,8 @@ def command(as_json: bool, kills: int, on_loss: str, seed: int, kinds: tuple[str
                 f"{row['role']:8} {row['kills']:4} kills   back after {_seconds(row['median'])} median, "
                 f"{_seconds(row['longest'])} at most ({row['timed']} timed)"
             )
+        if each:
+            click.echo("of each party: " + ", ".join(f"{name} {count}" for name, count in found["parties"].items()))
         for row in found["jobs"]:
             click.echo(f"{row['kind']:24} {row['jobs']:3} jobs {row['kills']:4} kills   {row['right']} right")
         for fault in found["faults"]:
@@ -54,9 +59,16 @@ def command(as_json: bool, kills: int, on_loss: str, seed: int, kinds: tuple[str
 
 
 def campaign(
-    root: Path, kills: int, on_loss: str, seed: int, kinds: tuple[str, ...] = (), tell: Callable[[str], None] = print
+    root: Path,
+    kills: int,
+    on_loss: str,
+    seed: int,
+    kinds: tuple[str, ...] = (),
+    tell: Callable[[str], None] = print,
+    each: bool = False,
 ) -> dict[str, Any]:
-    """Jobs, one kind after the other, until `kills` kills are done. The parties' folders are made in `root`.
+    """Jobs, one kind after the other, until `kills` kills are done, of each party where `each`. The parties' folders
+    are made in `root`.
 
     Raises InputError for an unknown kind.
     """
@@ -66,21 +78,25 @@ def campaign(
     rng = random.Random(seed)
     names = kinds or tuple(n for n, k in KINDS.items() if on_loss == "wait" or not (k.privacy or k.columns))
     roles = {"server", "silo"} | ({"holder"} if any(KINDS[n].holder for n in names) else set())
-    choose = quota(rng, dict.fromkeys(roles, -(-kills // 4)))
     outcomes: list[Outcome] = []
+    killed = Counter[str]()
+    choose = one_by_one(rng, kills, killed) if each else quota(rng, dict.fromkeys(roles, -(-kills // 4)))
+    parties = {HUB, *_silos(on_loss), *([HOLDER] if "holder" in roles else [])}
 
     @cache
     def reference(name: str) -> bytes:
         return posterior(parse(table(KINDS[name], "wait", 1.0, root / "columns"), "reference"))
 
     for number, name in enumerate(_in_turn(names)):
-        left = kills - sum(len(o.kills) for o in outcomes)
-        if left <= 0 or len(outcomes) > 10 + kills:
+        left = sum(max(0, kills - killed[p]) for p in parties) if each else kills - killed.total()
+        if left <= 0 or len(outcomes) > 10 + kills * (len(parties) if each else 1):
             break
         found = run_job(
             root / f"job-{number}", name, min(left, _PER_JOB), rng, choose, on_loss, _DEADLINE, _PATIENCE, reference
         )
         outcomes.append(found)
+        killed.clear()  # of those chosen, some came too late
+        killed.update(k.party for o in outcomes for k in o.kills)
         by = ", ".join(f"{sum(k.role == role for k in found.kills)} {role}" for role in sorted(roles))
         tell(f"{name}: kills of {by}; {found.seconds:.0f} s, {found.fault or 'right'}")
     return {
@@ -88,6 +104,7 @@ def campaign(
         "on_loss": on_loss,
         "seed": seed,
         "kills": [_of_role(role, outcomes) for role in sorted(roles)],
+        "parties": dict(sorted(killed.items())),
         "jobs": [_of_kind(name, outcomes) for name in names],
         "faults": [f"job {i}, {o.kind}: {o.fault}" for i, o in enumerate(outcomes) if o.fault],
         "seconds": sum(o.seconds for o in outcomes),
@@ -173,9 +190,14 @@ KINDS = {
 }
 
 
+#: The next victim, of a job's parties with their roles.
+Choose = Callable[[Mapping[str, str]], str]
+
+
 class Kill(NamedTuple):
     """seconds: until the server had done another round; None where another kill or the end of the job came first."""
 
+    party: str
     role: str
     round: int
     seconds: float | None = None
@@ -194,7 +216,7 @@ class Outcome(NamedTuple):
 def table(kind: Kind, on_loss: str, deadline: float, folder: Path | None = None) -> dict[str, Any]:
     """The configuration of a job on six cities: three silos, or four where one may be lost. Of columns it is of made-up
     people, whose files are written into `folder`: the outcome lies at a silo."""
-    silos = ["east", "north", "south"] if on_loss == "wait" else ["east", "north", "south", "west"]
+    silos = _silos(on_loss)
     sizes = [200, 180, 157] if on_loss == "wait" else [150, 140, 130, 117]
     found: dict[str, Any] = {
         "seed": _SEED,
@@ -215,6 +237,10 @@ def table(kind: Kind, on_loss: str, deadline: float, folder: Path | None = None)
     return found if kind.privacy is None else {**found, "privacy": dict(kind.privacy)}
 
 
+def _silos(on_loss: str) -> list[str]:
+    return ["east", "north", "south"] if on_loss == "wait" else ["east", "north", "south", "west"]
+
+
 def _column_files(folder: Path, silos: list[str]) -> list[dict[str, str]]:
     """Tables of the same 60 people, the same whenever they are written; the first has the outcome too."""
     folder.mkdir(exist_ok=True)
@@ -231,13 +257,13 @@ def run_job(
     name: str,
     kills: int,
     rng: random.Random,
-    choose: Callable[[list[str]], str],
+    choose: Choose,
     on_loss: str,
     deadline: float,
     patience: float,
     reference: Callable[[str], bytes],
 ) -> Outcome:
-    """A job with up to `kills` kills, checked. choose: a role, of those given. patience: seconds in which it has to
+    """A job with up to `kills` kills, checked. choose: the next victim. patience: seconds in which it has to
     end. reference: the posterior without kills, by the name of the kind."""
     kind, began = KINDS[name], time.monotonic()
     job = table(kind, on_loss, deadline, folder.parent / "columns")
@@ -266,12 +292,12 @@ def _kill(
     rounds: int,
     wanted: int,
     rng: random.Random,
-    choose: Callable[[list[str]], str],
+    choose: Choose,
     deadline: float,
     patience: float,
 ) -> Iterator[Kill]:
     """Kill and start again until `wanted` kills are done or the job is over."""
-    roles = sorted({parties.role(p) for p in parties.homes})
+    roles = {p: parties.role(p) for p in parties.homes}
     killed: Kill | None = None
     at = 0.0
     for number in range(wanted):
@@ -288,12 +314,12 @@ def _kill(
         if killed is not None:
             yield killed
             killed = None
-        role = choose(roles)
-        victim = rng.choice([p for p in parties.homes if parties.role(p) == role])
+        victim = choose(roles)
+        role = roles[victim]
         before = parties.rounds()
         if parties.left(HUB) is not None or not parties.kill(victim):
             break  # the job is over, or has failed: its exit code tells
-        killed, at = Kill(role, before), time.monotonic()
+        killed, at = Kill(victim, role, before), time.monotonic()
         if role == "silo" and deadline:
             time.sleep(rng.choice([0.0, rng.uniform(0.0, _AWAY * deadline)]))
         parties.start(victim)
@@ -350,14 +376,28 @@ def different(log: Path, step: str) -> int:
     return len({e.sent.digest for e in seen if e.step == step and e.sent is not None})
 
 
-def quota(rng: random.Random, least: Mapping[str, int]) -> Callable[[list[str]], str]:
-    """Whom to kill: a role by chance, those with most kills still due the likeliest."""
+def quota(rng: random.Random, least: Mapping[str, int]) -> Choose:
+    """Whom to kill: a role by chance, those with most kills still due the likeliest; one of its parties by chance."""
     done: Counter[str] = Counter()
 
-    def choose(roles: list[str]) -> str:
+    def choose(parties: Mapping[str, str]) -> str:
+        roles = sorted(set(parties.values()))
         weights = [(1 + max(0, least.get(role, 0) - done[role])) ** 3 for role in roles]
         (role,) = rng.choices(roles, weights)
         done[role] += 1
-        return role
+        return rng.choice([p for p in parties if parties[p] == role])
+
+    return choose
+
+
+def one_by_one(rng: random.Random, each: int, killed: Counter[str]) -> Choose:
+    """Whom to kill, so that each party is `each` times: of those with most kills still due one by chance. killed: so
+    far, by party; counts the victim."""
+
+    def choose(parties: Mapping[str, str]) -> str:
+        most = max(each - killed[p] for p in parties)
+        victim = rng.choice([p for p in sorted(parties) if each - killed[p] == most])
+        killed[victim] += 1
+        return victim
 
     return choose
