@@ -208,6 +208,10 @@ class OpenJob:
         if digest is not None:
             self._sent[phase, index] = digest
 
+    def paid_for(self, phase: str, digest: bytes) -> bool:
+        """Whether bytes of this digest were charged as a release of `phase`, in whatever sum."""
+        return any(one == digest for (name, _), one in {**self._record.digests, **self._sent}.items() if name == phase)
+
     def left(self, phase: str) -> int:
         """How many releases of `phase` can still be charged, the unused ones of this process' blocks included."""
         return self.job.term(phase).count - self._record.released.get(phase, 0) + self._left.get(phase, 0)

@@ -14,6 +14,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 from randomgen import ChaCha
+from torch import Tensor
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.privacy.terms import Terms
@@ -23,6 +24,7 @@ _GRID_BITS = -20
 #: What a report calls the source.
 SYSTEM_SOURCE = "ChaCha20, keyed by the operating system for each release"
 TEST_SOURCE = "TEST KEY: the noise can be replayed and protects nothing"
+KEPT_SOURCE = "ChaCha20, keyed by a secret of the job and by what is released"
 
 
 class NoiseSource:
@@ -45,6 +47,32 @@ class NoiseSource:
         else:
             key = hashlib.sha256(self._test_key + repr((party, number, *purpose)).encode()).digest()
         return np.random.Generator(ChaCha(key=int.from_bytes(key, "little"), rounds=20))
+
+
+class KeptNoise(NoiseSource):
+    """Noise that a party makes again as it was, where it was killed once a release was charged: it follows from a
+    secret of 32 bytes, which the party keeps, and from the numbers to which it is added, so that others get others."""
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        self._key = secret
+        #: Of the numbers named last; it tells nothing of them to who has not the secret.
+        self.digest = b""
+
+    @property
+    def status(self) -> str:
+        return KEPT_SOURCE
+
+    def name(self, *values: Tensor) -> int:
+        """The number under which `generator` is asked for noise of these: of numbers that follow from somebody's
+        values, with all else that they follow from, so that whether two releases are equal says nothing of anybody.
+        """
+        found = hashlib.blake2b(key=self._key, digest_size=32, person=b"released")
+        for value in values:
+            found.update(repr((tuple(value.shape), value.dtype)).encode())
+            found.update(value.detach().cpu().contiguous().numpy().tobytes())
+        self.digest = found.digest()
+        return int.from_bytes(self.digest, "big")
 
 
 def skellam(generator: np.random.Generator, variance: float, size: int) -> npt.NDArray[np.int64]:

@@ -49,6 +49,8 @@ LABELS = {
     "shared": "the server has it and tells it to every silo",
     "private": "the server has it; every silo is told each person's slope of the likelihood, which tells the label "
     "where labels are classes, and with the other silos' predictors the value",
+    "noised": "the server has it; every silo is told each person's slope of the likelihood, clipped and noised, for "
+    "which the server's own ledger is charged with as much as each silo's is for its columns",
     "silos": "one silo has it and tells it to every other, sealed, so that the server is never told; the server sees "
     "the sum of predictors round after round, which says of each person what the fitted model says (of the labels, a "
     "number a column, by how it moves), and q(gamma) at the end; one that names other sums than there were learns "

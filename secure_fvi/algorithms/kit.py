@@ -277,10 +277,13 @@ class Program(ABC):
             )
         return self.step(state, message, sums, scale)
 
-    def release_held(self, message: Broadcast, phase: str, found: RowAnswer) -> tuple[FloatArray, Any]:
-        """In `step`, at a server with a gate: what leaves it of the data that it holds, and what is kept."""
+    def release_held(
+        self, message: Broadcast, phase: str, found: RowAnswer, turn: int | None = None
+    ) -> tuple[FloatArray, Any]:
+        """In `step`, at a server with a gate: what leaves it of the data that it holds, and what is kept. turn: as in
+        `Gate.begin`."""
         assert self.gate is not None
-        self.gate.begin(message.sum_index, phase, len(message.cohort))
+        self.gate.begin(message.sum_index, phase, len(message.cohort), turn=turn)
         release, kept = found.through(self.gate)
         return release.values, kept
 

@@ -277,7 +277,8 @@ def allow(
             write_bytes(made, job_dictionary(job.model).to_toml().encode())
         _put(path, (head + wording.dumps(rules)).encode())
         decision = _judge(home, read_policy(path), config, installed)
-        said = _fits(decision, open_home(home)) if job.model.formula is not None or job.vertical else ""
+        read = decision.data is not None and (job.model.formula is not None or job.vertical)
+        said = _fits(decision, open_home(home)) if read else ""
     except BaseException:
         _put(path, before)
         if made is not None:
@@ -301,16 +302,20 @@ def _fits(decision: Decision, home: Home) -> str:
         from secure_fvi.deployment.columns_job import read_aligned
         from secure_fvi.runs.federation import response_columns
 
-        silo = next(s for s in config.silo if s.id == site)
-        columns, ids, _ = read_aligned(Path(silo.data), f"'{silo.data}'", config.alignment)
-        told = ""
-        if config.response is not None and config.response.silo == site:
-            _, columns = response_columns(config.response, columns)
-            told = f"; it tells the other silos {', '.join(config.response.columns)}"
-        names = ", ".join(columns) if silo.predictor is None else f"{silo.predictor} of {', '.join(columns)}"
+        assert decision.data is not None
+        assert decision.data.path is not None
+        path, own = decision.data.path, decision.data.predictor
+        columns, ids, _ = read_aligned(Path(path), f"'{path}'", config.alignment)
+        told, response = "", config.response
+        if response is not None and response.silo in (site, None if home.role == "server" else site):
+            _, columns = response_columns(response, columns)
+            to = "releases, with noise, what follows from" if home.role == "server" else "tells the other silos"
+            told = f"; it {to} {', '.join(response.columns)}"
+        names = ", ".join(columns) if own is None else f"{own} of {', '.join(columns)}"
         return (
             f"its table has {len(ids.rows)} people with an identifier of their own; {ids.missing + ids.invalid} rows "
-            f"have none that counts, {ids.duplicated} share theirs; predictor: {names}{told}\n"
+            f"have none that counts, {ids.duplicated} share theirs"
+            f"{f'; predictor: {names}' if home.role != 'server' else ''}{told}\n"
         )
     model = formula_model(config.model)
     _, found = formula_part(config, site, model)

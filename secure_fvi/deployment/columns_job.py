@@ -19,6 +19,11 @@ state/jobs/JOB/response            a response that all silos know, sealed
                matching.evaluated  the silo's key, what it evaluated and for whom, sealed; gone when the job is over
 
 That a job was matched stands in the site's log, which the server countersigns.
+
+Under privacy a server that holds a private response is as a silo is: its own policy lists the job and the file, its own
+ledger is charged before a pull leaves, and its log has that it was. In its folder of the job
+
+response.noise      what its noise follows from, sealed: what is released again after a crash is the same, charged once
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +57,7 @@ from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
 from secure_fvi.alignment import Matcher, MatchingSilo, Normalisation, Prepared, prepare, sorted_order
 from secure_fvi.building import Machine, derived_secret, device_named, numbers_of
 from secure_fvi.columns import (
+    RESPONSE_HOLDER,
     VerticalLocalPosterior,
     VerticalResult,
     check_whole,
@@ -63,11 +69,13 @@ from secure_fvi.columns import (
 )
 from secure_fvi.compiled import choose_mode
 from secure_fvi.deployment.consortium import ConsortiumRoster
-from secure_fvi.deployment.countersigning import answer_of
+from secure_fvi.deployment.countersigning import answer_of, hold_to_seen, open_ledger
 from secure_fvi.deployment.holding import HeldStore, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
 from secure_fvi.deployment.names import now
+from secure_fvi.deployment.policy import DataRule, SitePolicy, data_set_with, read_policy
+from secure_fvi.deployment.policy_check import check, check_terms, held_by_server
 from secure_fvi.deployment.session_messages import (
     CODEC,
     KNOWN,
@@ -82,14 +90,17 @@ from secure_fvi.deployment.session_messages import (
     pack_schema,
 )
 from secure_fvi.deployment.site_job import Cohort, SiteJob, _of_data, threads_of
-from secure_fvi.deployment.trail import MATCHED
+from secure_fvi.deployment.trail import CHARGED, MATCHED, Trail
 from secure_fvi.driving import Run
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import write_atomically
-from secure_fvi.guarding import Guards
+from secure_fvi.guarding import Guards, declared_job, warn_of_large_delta
 from secure_fvi.privacy.chain import signed
+from secure_fvi.privacy.gate import Gate
+from secure_fvi.privacy.ledger_account import read_ledger
+from secure_fvi.privacy.noise import KeptNoise
 from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.runs.config import Alignment, Config, Model
 from secure_fvi.runs.federation import response_columns, row_ids, silo_columns
@@ -97,7 +108,7 @@ from secure_fvi.runs.options import LIKELIHOODS, build, named
 from secure_fvi.runs.records import read_table
 
 _log = logging.getLogger(__name__)
-_STORE, _RESPONSE, _KEY = "matching.evaluated", "response", "response.key"
+_STORE, _RESPONSE, _KEY, _NOISE = "matching.evaluated", "response", "response.key", "response.noise"
 LABEL_KEY, LABEL_TOLD = b"secure-fvi/response-key/1/", b"secure-fvi/response-told/1/"
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 _MOST = LONGEST // 32  # places in a list: its outputs are one message
@@ -132,6 +143,25 @@ def matching_roster(roster: ConsortiumRoster, offer: JobOffer) -> Roster:
 def holder_of(config: Config) -> str | None:
     """The silo that has the response; None where the server has it."""
     return config.response.silo if config.response is not None else None
+
+
+def _check_many(offer: JobOffer, site: str, rule: DataRule, people: int) -> None:
+    """Raises PolicyError where so few people are matched that the server may have chosen them. All know how many they
+    are."""
+    if people < rule.fewest:
+        raise PolicyError(
+            f"job '{offer.job}' is outside the policy of '{site}': {people} people were matched, and data set "
+            f"'{offer.data_set}' takes no fewer than {rule.fewest} (fewest): totals over a few whom the server has "
+            "named are close to one person's"
+        )
+
+
+def _kept_secret(path: Path, home: Home, job: str) -> bytes:
+    """32 bytes of this site's own, sealed in `path`; drawn where there are none."""
+    sealer = Sealer(home.state_secret(), b"response-noise")
+    if not path.exists():
+        write_atomically(path, sealer.seal(job, os.urandom(32)), private=True)
+    return sealer.open(job, path.read_bytes())
 
 
 def _key_statement(offer: JobOffer, silo: str, key: bytes) -> bytes:
@@ -301,7 +331,9 @@ class ColumnsJob(SiteJob):
         if not self._order and self._matching is not None:
             with contextlib.suppress(ProtocolError):  # not agreed on yet
                 found = self._matching.alignment()
-                self._check_many(found.matched)
+                offer, rule = self.decision.offer, self.decision.data
+                assert rule is not None
+                _check_many(offer, self.home.id, rule, found.matched)
                 self._order, self._rows = found.order, found.rows
                 _log.info(
                     "people: %d matched; of this site's %d unmatched, %d without an identifier, %d that break the rule"
@@ -309,18 +341,6 @@ class ColumnsJob(SiteJob):
                     found.duplicated, "".join(f"; {count} with {hint}" for hint, count in found.hints.items()),
                 )  # fmt: skip
         return bool(self._order)
-
-    def _check_many(self, people: int) -> None:
-        """Raises PolicyError where so few people are matched that the server may have chosen them. All know how many
-        they are."""
-        offer, rule = self.decision.offer, self.decision.data
-        assert rule is not None
-        if people < rule.fewest:
-            raise PolicyError(
-                f"job '{offer.job}' is outside the policy of '{self.home.id}': {people} people were matched, and data "
-                f"set '{offer.data_set}' takes no fewer than {rule.fewest} (fewest): totals over a few whom the server "
-                "has named are close to one person's"
-            )
 
     def _begin_matching(self) -> None:
         """Count the job in the site's log among those that the data set is matched for, and make the silo's party, or
@@ -487,6 +507,13 @@ def _matching_goes_on(done: int, of: int) -> None:
     _log.info("matching: %d of %d places", done, of)
 
 
+class _Guarded(NamedTuple):
+    """Of a private response under privacy: its gate, with this site's own ledger, and the noise."""
+
+    gate: Gate
+    noise: KeptNoise
+
+
 class ServerColumns:
     """What the server of a vertical job has: its likelihood, and the file of the response, unless a silo has that."""
 
@@ -499,12 +526,84 @@ class ServerColumns:
         self.algorithm = algorithm.resolved(self.likelihood)
         self.holder, self.digest = holder_of(config), b""
         self._response: Response | None = None
+        self._policy: SitePolicy | None = None  # of a response that its own ledger guards
+        self._guarded: _Guarded | None = None
+        self._largest = _MOST
         if config.response.data is None:
             return
         path, key = Path(config.response.data), "response.data"
         table, self._prepared, _ = read_aligned(path, key, config.alignment)
         self._columns, _ = response_columns(config.response, table)
-        self.digest = hashlib.sha256(path.read_bytes()).digest()
+        # All of it, before anybody hears of the job: what is wrong with one person's is nobody else's to know.
+        response_of(self.likelihood, *self._columns, torch.float64, torch.device("cpu"))
+        self.digest, self._path = hashlib.sha256(path.read_bytes()).digest(), path
+
+    def check_allowed(self, offer: JobOffer, home: Home) -> None:
+        """Whether this site's own policy and ledger let it tell silos of the response. Raises PolicyError and
+        InputError. A response without a budget needs no policy where the job has no differential privacy."""
+        if self.holder is not None:
+            return
+        if held_by_server(offer.config):
+            self._policy = read_policy(home.policy_file)
+            rule = check(offer, self._policy, "server", home.roster(now()), home.id)
+            assert rule is not None
+            if data_set_with(self._policy.data, self._path) != rule.id:
+                raise PolicyError(
+                    f"the policy of '{home.id}' has '{rule.path}' as data set '{rule.id}', and response.data is "
+                    "another file: a response has one name and one budget"
+                )
+            self._largest = min(_MOST, rule.largest)
+            return
+        policy = read_policy(home.policy_file) if home.policy_file.exists() else None
+        name = None if policy is None else data_set_with(policy.data, self._path)
+        if policy is None or name is None:
+            return
+        chain = read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
+        budget = policy.data[name].budget or (None if chain is None else chain.budget(name))
+        if budget is not None:
+            raise PolicyError(
+                f"response.data is data set '{name}' of '{home.id}', which has a budget of epsilon {budget.epsilon:g}, "
+                f"and algorithm.response = '{self.algorithm.response}' of this job tells silos the labels "
+                "without noise; it takes response = 'private' and [privacy]"
+            )
+
+    def guard(self, problem: VerticalProblem, offer: JobOffer, home: Home, folder: Path, trail: Trail) -> Guards:
+        """Charge the whole job to this site's ledger, where it guards the response, or go on with it; what to close in
+        the end. folder: what this process keeps. Raises PolicyError and BudgetError, and ProtocolError for a ledger
+        that is older than the log, or than this site has seen it."""
+        if self._policy is None:
+            return Guards({})
+        rule = self._policy.data[offer.data_set]
+        _check_many(offer, home.id, rule, problem.records)
+        tables, terms = self.algorithm.program(problem).of_holder()
+        check_terms(terms, self._policy)
+        warn_of_large_delta(terms, {home.id: problem.records})
+        noise = KeptNoise(_kept_secret(folder / _NOISE, home, offer.job))
+        job, budget = declared_job(offer.job, offer.data_set, terms, self.algorithm.name, noise)
+        ledger = open_ledger(home, self._policy)
+        try:
+            charged = [n for n, r in trail.chain.jobs.items() if CHARGED in r.omissions]
+            if lacking := [name for name in charged if name not in ledger.chain.jobs]:
+                raise ProtocolError(
+                    f"the ledger of '{home.id}' is older than its log: it lacks job '{lacking[0]}', of whose response "
+                    "silos were told; a copy was restored, put the newest one back"
+                )
+            hold_to_seen(home, ledger)
+            opened = ledger.open_job(job, default_budget=budget)
+        except BaseException:
+            ledger.close()
+            raise
+        if offer.job not in charged:
+            trail.omission(offer.job, CHARGED, f"response of data set '{offer.data_set}'")
+
+        def charge(phase: str, index: int) -> None:
+            if not opened.paid_for(phase, noise.digest):  # in a new session silos mask anew what they had released
+                opened.charge(phase, index, noise.digest)
+
+        gate = Gate(RESPONSE_HOLDER, tables, terms, charge, noise)
+        self._guarded = _Guarded(gate, noise)
+        holder = Guards({RESPONSE_HOLDER: gate}, (opened,), {home.id: ledger}, lambda: hold_to_seen(home, ledger))
+        return Guards({}, holder=holder)
 
     def agreed(
         self,
@@ -540,8 +639,8 @@ class ServerColumns:
         return columns_schema(len(rows), order, known)
 
     def forget(self, folder: Path) -> None:
-        """Once the job is over: the key of matching, and what was evaluated with it."""
-        for path in folder.glob(f"{_STORE}*"):
+        """Once the job is over: the key of matching, what was evaluated with it, and what noise followed from."""
+        for path in (*folder.glob(f"{_STORE}*"), *folder.glob(_NOISE)):
             path.unlink()
 
     def problem(
@@ -555,7 +654,8 @@ class ServerColumns:
     def program(self, problem: Any) -> Any:
         """The server's half, with the response, if it is here."""
         known = self._response and Response(*(c.to(problem.device, problem.dtype) for c in self._response))
-        return self.algorithm.program(problem, Held(known))
+        gate, noise = self._guarded or (None, None)
+        return self.algorithm.program(problem, Held(known, gate, noise.name if noise is not None else None))
 
     def result(self, done: Run[Any], aggregation: SecureSum) -> VerticalResult:
         """Of a run that has ended."""
@@ -628,7 +728,7 @@ class ServerColumns:
         roster, identity = matching_roster(agreed, offer), home.identity_in(agreed)
         store = open_held(folder / _STORE, home.state_secret(), power_safe=True, job=offer.job)
         try:
-            own = MatchingSilo(roster, home.id, identity, self._prepared, store, _MOST)
+            own = MatchingSilo(roster, home.id, identity, self._prepared, store, self._largest)
 
             def answered(messages: Mapping[str, bytes]) -> dict[str, bytes]:
                 there = {name: MATCH + message for name, message in messages.items() if name != home.id}

@@ -282,6 +282,15 @@ def open_ledger(home: Home, policy: SitePolicy | None = None) -> Ledger:
     return ledger
 
 
+def hold_to_seen(home: Home, ledger: Ledger) -> None:
+    """Keep how far this site's own ledger is, beside what it saw of others' records. Raises ProtocolError where it has
+    been further: a copy was restored."""
+    with closing(SqliteStore(home.seen_file)) as store:
+        own, key = Witness(home.id, home.identity(), store, LEDGER), ledger.chain.public_key
+        ledger.check_holds(*own.seen(key))
+        own.keep(key, ledger.chain.length, ledger.chain.head)
+
+
 def open_trail(home: Home) -> Trail:
     """The site's log, made where there is none."""
     return Trail.open(home.log_file, home.id, lambda key: _signer(home, key), create=True)

@@ -104,11 +104,13 @@ def check(
     """The data that the job may use. Raises PolicyError with every reason against it and what the policy allows.
 
     A key holder (role) runs no model and has no data: roster, sums, silos and rounds count there, and None is returned.
+    So do they at a server, unless it holds a response that its own ledger guards: it is judged as a silo is.
     The model is hashed from this site's files. A job's noise follows from its epsilon once its model is traced:
     `check_terms` looks at it then. roster: the one in force, of whose silos the job has to ask a share; without it, as
     where no job was offered yet, that share is not looked at. site: this one's id, by which a vertical job's predictor
     here is found.
     """
+    role = "silo" if role == "server" and held_by_server(offer.config) else role
     try:
         reasons = list(_reasons(offer, policy, role, roster, site))
     except InputError as error:
@@ -116,6 +118,12 @@ def check(
     if reasons:
         raise PolicyError(printable(f"job '{offer.job}' is outside this site's policy: {'; '.join(reasons)}", 4000))
     return policy.data[offer.data_set] if role == "silo" else None
+
+
+def held_by_server(config: Config) -> bool:
+    """Whether the server releases of data that it holds, under differential privacy: of a private response."""
+    private = config.vertical and config.algorithm.options.get("response") == "private"
+    return private and config.privacy is not None and config.response is not None and config.response.silo is None
 
 
 def check_terms(terms: Mapping[str, Terms], policy: SitePolicy) -> None:

@@ -48,6 +48,7 @@ from secure_fvi.fitting import result_of
 from secure_fvi.guarding import Guards, strong_enough
 from secure_fvi.messages import SUM
 from secure_fvi.mixed_model import MixedModel
+from secure_fvi.privacy.ledger_account import read_ledger
 from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.results import Result
@@ -92,6 +93,8 @@ def remote_federation(
         from secure_fvi.deployment.columns_job import ServerColumns
 
         columns = ServerColumns(config, algorithm, aggregation)
+        at = home.roster(now())
+        columns.check_allowed(make_offer(config, at, home.id, manifest(config).hash, now(), "asked"), home)
         description = f"{config.model.likelihood} response of predictors summed over {disclosed.silos} silos"
     else:
         model, description = model_for(config, sandbox, None, None, home.path)
@@ -241,6 +244,7 @@ class Hub:
         self._states = open_store(self._kept / STORE_FILE)
         self._checkpoints = StoreCheckpoints(self._states, self._kept)
         self._sums: Any = None
+        self._guards = Guards({})  # of a response that this process holds, and guards
         self._policies: dict[str, str] = {}  # what each who joined says of its policy
         engine = config.engine or Engine()
         least = least_silos(federation.aggregation, len(self.offer.silos), not federation.disclosed.exact)
@@ -259,15 +263,22 @@ class Hub:
         """Let go of the port and of files; the job may go on later."""
         self._teller.close()
         self.engine.close()
+        self._let_go()
         (self._kept / "port").unlink(missing_ok=True)
         self._trail.close()
         self._states.close()
         if self._sums is not None:
             self._sums.close()
 
+    def _let_go(self) -> None:
+        """Of this site's own ledger."""
+        for ledger in self._guards.holder.ledgers.values() if self._guards.holder is not None else ():
+            ledger.close()
+
     def run(self) -> Result:
         """All of the job. Raises ProtocolError where a silo refuses it, naming the silo and its reason."""
         for _ in range(_MOST_SESSIONS):
+            self._let_go()
             try:
                 return self._session()
             except (SessionLost, KeyWornOut) as error:
@@ -284,7 +295,7 @@ class Hub:
         with with_threads(of.threads):
             server, aggregation = self._open(joined)
             going: Run[Result] = Run(
-                Parties(server, self.engine, Guards({})), lambda done: of.concluded(done, aggregation),
+                Parties(server, self.engine, self._guards), lambda done: of.concluded(done, aggregation),
                 self._checkpoints, resume=True, block=Books().block, began=began,
             )  # fmt: skip
             for progress in going:
@@ -319,6 +330,8 @@ class Hub:
         else:
             schema = of.columns.agreed(schemas, offer, of.home, self._kept, self.engine.exchange)
         problem = of.problem(schema, offer.silos)
+        if of.columns is not None:
+            self._guards = of.columns.guard(problem, offer, of.home, self._kept, self._trail)
         program, noise = program_of(of, problem), NoiseSource(None)
         tables = program.tables.values()
         self.engine.longest = max(LONGEST, talk.longest_message(tables, len(offer.silos), of.aggregation))
@@ -394,6 +407,9 @@ class Hub:
         seen = (seen_heads(home, roster, kind) for kind in (TRAIL, LEDGER))
         logs, ledgers = ({name: head for name, head in heads.items() if name in sites} for heads in seen)
         logs[home.id] = (self._trail.chain.length, self._trail.chain.head)
+        if self._guards.holder is not None:
+            chain = read_ledger(home.ledger_file, home.id)[home.id]
+            ledgers[home.id] = (chain.length, chain.head)
         opened = talk.CODEC.unpack((self._kept / "session").read_bytes()[64:], talk.Open)
         return Evidence.model_validate({
             "format": 1, "job": offer.job, "offer": offer.hash.hex(), "server": home.id, "model": offer.model.hex(),

@@ -108,11 +108,6 @@ def check_supported(config: Config) -> None:
         raise InputError(
             "between sites a vertical job needs [alignment]: nothing else says that rows are of one person"
         )
-    if config.vertical and config.privacy is not None and config.algorithm.options.get("response") == "private":
-        raise InputError(
-            "algorithm.response = 'private' under privacy runs in one process: between sites no ledger is charged with "
-            "what the server releases of it; share the response"
-        )
     if config.alignment is not None and config.privacy is not None and config.alignment.how == "sorted":
         raise InputError(
             "alignment.how = 'sorted' under privacy: whoever knows all of the people but one would try the last on the "

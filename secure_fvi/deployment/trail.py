@@ -122,7 +122,7 @@ class Trail(Book["TrailChain"]):
     def omission(self, job: str, kind: str, what: str) -> None:
         """What a server did not use or get: this silo's answer ("left out"), silos of a cohort ("difference"), an
         answer ("refused"), a question that the data could not answer ("unanswerable"). And that a silo's people were
-        matched for the job ("matched"), which its policy counts."""
+        matched for the job ("matched"), which its policy counts; that a server's own ledger is charged ("charged")."""
         self._writer.chain.check_known(job)
         self._durable(OMISSION, {"job": job, "kind": kind, "what": what})
 
@@ -225,6 +225,8 @@ BROADCAST = "broadcast"
 OMISSION = "omission"
 #: Of such a row: people were matched for the job.
 MATCHED = "matched"
+#: And: of a response that a server holds, what is told to silos is charged to the server's own ledger.
+CHARGED = "charged"
 DAY = 86_400_000_000  # microseconds
 
 

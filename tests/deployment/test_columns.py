@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import hashlib
+import os
 import random
 import shutil
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
@@ -21,13 +25,22 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from deployment_world import NOW, World, new_world
 from safetensors.torch import load_file, save
 
+from secure_fvi import columns as columns_in_process
 from secure_fvi import wire
 from secure_fvi.aggregation.prg import digest
+from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.algorithms.vertical.steps import Response
+from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
 from secure_fvi.alignment import MatchingSilo
+from secure_fvi.checkpoints import StoreCheckpoints
 from secure_fvi.cli.policy import _alignment_lines
-from secure_fvi.deployment import holding, serving
-from secure_fvi.deployment.columns_job import _SUITE, _one_order, read_aligned
+from secure_fvi.columns import RESPONSE_HOLDER
+from secure_fvi.deployment import holding as holding_module
+from secure_fvi.deployment import serving, site_job
+from secure_fvi.deployment.columns_job import _SUITE, ServerColumns, _one_order, read_aligned
 from secure_fvi.deployment.columns_job import ColumnsJob as SiteColumns
+from secure_fvi.deployment.countersigning import hold_to_seen, open_trail
+from secure_fvi.deployment.deciding import job_entry
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
@@ -51,14 +64,21 @@ from secure_fvi.deployment.session_messages import (
 )
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, check_supported
+from secure_fvi.deployment.trail import CHARGED
 from secure_fvi.deployment.trail_verify import _exchanges, compare
 from secure_fvi.driving import Progress
 from secure_fvi.engines.stream_server import StreamServer
-from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast
+from secure_fvi.models.vertical_programs import load_adult
+from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
+from secure_fvi.privacy.noise import KeptNoise, NoiseSource
 from secure_fvi.runs.config import Alignment, Config, Model, parse
+from secure_fvi.runs.directory import read_json
+from secure_fvi.runs.options import chosen
+from secure_fvi_lab.bench.world import HUB, Parties, allow, posterior
 
 PEOPLE = 40
 VERTICAL = {"name": "vertical", "response": "private", "rounds": 8, "rho": 0.5}
@@ -487,6 +507,49 @@ def test_a_private_job_is_charged_to_the_ledgers(world: World, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_adult_over_five_silos_in_processes_of_their_own(tmp_path: Path) -> None:
+    """30,000 people of the census, in batches of 512, the outcome at the server: posterior and each silo's own are
+    those of one process, byte for byte, and a silo uploads 8 bytes a person of the batch and its sum's overhead. The
+    control: another seed's posterior is another."""
+    data = os.environ.get("SECURE_FVI_DATA")
+    if data is None or not (Path(data) / "uci_adult").is_dir():
+        pytest.skip("SECURE_FVI_DATA holds no uci_adult")
+    rounds, batch, adult = 40, 512, load_adult(Path(data), records=30_000)
+    for name, table in (*((s, rows["x"]) for s, rows in adult.silos.items()), ("outcome", adult.response[:, None])):
+        columns = [f"c{i}" for i in range(table.shape[1])] if name != "outcome" else ["rich"]
+        rows = [[f"P-{at:05}", *map(float, row)] for at, row in enumerate(table)]
+        write(tmp_path / f"{name}.csv", ["person", *columns], rows)
+    algorithm = {**VERTICAL, "rho": 0.1, "rounds": rounds, "batch_size": batch, "learning_rate": 0.02}
+    job: dict[str, Any] = {
+        "seed": 3,
+        "model": {"likelihood": "bernoulli"},
+        "silo": [{"id": s, "data": str(tmp_path / f"{s}.csv")} for s in sorted(adult.silos)],
+        "response": {"data": str(tmp_path / "outcome.csv"), "column": "rich"},
+        "alignment": SORTED,
+        "algorithm": algorithm,
+        "run": {"compile": False, "threads": 1},
+    }
+    parties = Parties(tmp_path / "parties", job, sorted(adult.silos))
+    for silo in parties.silos:
+        allow(parties.homes[silo], parties.config, disclosures=["person_rows", "sampled_records"])
+    try:
+        for party in parties.homes:
+            parties.start(party)
+        assert parties.wait(HUB, 1200) in (0, 4), parties.log(HUB)[-2000:]
+        time.sleep(2.0)  # the silos keep their own once the server has their last answers
+    finally:
+        parties.stop()
+    assert (parties.out / "posterior.safetensors").read_bytes() == posterior(parties.config, kept_in=tmp_path / "alone")
+    assert posterior(parse({**job, "seed": 4}, "another")) != (parties.out / "posterior.safetensors").read_bytes()
+    alone = sorted((tmp_path / "alone" / "silos").glob("*.safetensors"))
+    for silo, file in zip(parties.silos, alone, strict=True):
+        (kept,) = (parties.homes[silo].path / "results").glob("*.safetensors")
+        assert all(torch.equal(load_file(kept)[f"own/{name}"], value) for name, value in load_file(file).items())
+    up = read_json(parties.out / "result.json")["aggregation"]["bytes_up_per_silo"]
+    assert 8 * batch * rounds < up < 2 * 8 * batch * rounds
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("response", ["private", "shared"])
 def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, response: str) -> None:
@@ -628,8 +691,7 @@ def test_what_vertical_jobs_cannot_do_between_institutions_is_refused() -> None:
         return ""
 
     shared = {**VERTICAL, "response": "shared"}
-    assert said(privacy=None) == said(algorithm=shared) == ""
-    assert "no ledger is charged with what the server releases of it; share the response" in said()
+    assert said() == said(privacy=None) == said(algorithm=shared) == ""
     assert "would try the last on the digest of their order" in said(algorithm=shared, alignment=SORTED)
     assert "needs [alignment]: nothing else says that rows are of one person" in said(privacy=None, alignment=None)
     program = {"model": {"program": "heart"}, "silo": None, "response": None, "alignment": None, "privacy": None}
@@ -702,6 +764,246 @@ def test_a_silos_own_predictor_is_held_to(world: World, tmp_path: Path) -> None:
     assert owned(job, world)["north"]["mean/slope"].shape == ()
 
 
+#: Of a private response under privacy, which the server's own ledger guards.
+GUARDED: dict[str, Any] = {
+    "alignment": {"column": "person", "drop": "- "},
+    "algorithm": {**VERTICAL, "rounds": 4},
+    "privacy": {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clipping_norm": 1.0, "data_set": "data"},
+}
+
+
+def guarding(job: ColumnsJob, rule: dict[str, Any] | None = None, **changes: Any) -> None:
+    """Have the server's policy list the response's file, with `rule` of the data set."""
+    alignment = job.config.alignment
+    assert alignment is not None
+    data = {"id": "data", "path": str(job.files["response"]), "alignment": alignment.model_dump(mode="json")}
+    data |= {"fewest": PEOPLE // 2, **(rule or {})}
+    Job.allow(job, "hub", data=[data], **{"disclosures": ["person_rows"], **changes})
+
+
+def holding(job: ColumnsJob) -> tuple[ServerColumns, JobOffer, Home]:
+    """What the server has of the job, before anybody hears of it."""
+    home = job.world.homes["hub"]
+    algorithm, aggregation, privacy = chosen(job.config)
+    model = bytes(32) if privacy is None else manifest(job.config).hash
+    offer = make_offer(job.config, home.roster(NOW), "hub", model, NOW, "one", silos=SILOS)
+    return ServerColumns(job.config, algorithm, aggregation), offer, home
+
+
+def test_a_server_tells_of_a_response_what_its_policy_and_ledger_allow(world: World, tmp_path: Path) -> None:
+    """Refusals before anybody is asked; the control is a policy that lists the job, and a job without privacy on a
+    response that has no budget."""
+
+    def said(job: ColumnsJob) -> str:
+        columns, offer, home = holding(job)
+        try:
+            columns.check_allowed(offer, home)
+        except SecureFVIError as error:
+            return str(error)
+        return ""
+
+    job = ColumnsJob(world, tmp_path, allow=False, **GUARDED)
+    assert "policy init" in said(job)
+    guarding(job)
+    assert said(job) == ""
+    guarding(job, {"path": str(job.files["east"])})
+    assert "response.data is another file: a response has one name and one budget" in said(job)
+    guarding(job, {"id": "other"}, privacy={"max_epsilon": 1.0, "max_delta": 1e-4, "min_noise_multiplier": 0.1})
+    assert "its epsilon is 8 (at most 1)" in said(job)
+    assert "data set 'data' is not offered (allowed: other)" in said(job)
+    exact = [
+        ColumnsJob(world, tmp_path, False, alignment=MATCHED, algorithm={**VERTICAL, "response": response})
+        for response in ("private", "shared")
+    ]
+    assert [said(one) for one in exact] == ["", ""]  # its file has another name in the policy, without a budget
+    guarding(job, {"epsilon": 1.0, "delta": 1e-6})
+    for one, response in zip(exact, ("private", "shared"), strict=True):
+        assert f"which has a budget of epsilon 1, and algorithm.response = '{response}'" in said(one)
+
+
+def test_what_a_server_releases_of_a_response_is_charged_once(world: World, tmp_path: Path) -> None:
+    """Charged on disk before it is there; after a crash the same numbers under the same sum are the same bytes, and
+    free, and other numbers are refused. The control: with noise made anew the bytes differ. A ledger from a backup, or
+    that is gone, is refused, and so is a job past the budget, or of few people."""
+    job = ColumnsJob(world, tmp_path, allow=False, **GUARDED)
+    columns, offer, home = holding(job)
+    guarding(job)
+    columns.check_allowed(offer, home)
+    folder, trail = tmp_path / "kept", open_trail(home)
+    folder.mkdir()
+    trail.job(job_entry(offer, bytes(32), accepted=True))
+    privacy, where = chosen(job.config)[2], torch.device("cpu")
+    problem = VerticalProblem(columns.likelihood, SILOS, PEOPLE, 1, torch.float64, where, "eager", privacy)
+
+    def released(rows: torch.Tensor, index: int, columns: ServerColumns = columns) -> bytes:
+        """In a process of its own."""
+        guards = columns.guard(problem, offer, home, folder, trail)
+        assert guards.holder is not None
+        (ledger,) = guards.holder.ledgers.values()
+        gate, noise = columns._guarded or (None, None)
+        assert gate is not None
+        gate.begin(index, "pull", len(SILOS), turn=noise.name(rows) if noise is not None else None)
+        try:
+            hidden = gate.hidden_sum("hidden", rows)
+            return gate.release_rows(rows).values.tobytes() + hidden.numpy().tobytes()
+        finally:
+            hold_to_seen(home, ledger)
+            ledger.close()
+
+    def charged() -> dict[str, int]:
+        (chain,) = verify_ledger(home.ledger_file, "hub")
+        return dict(chain.jobs["one"].released)
+
+    rows = torch.randn(PEOPLE, 1, generator=torch.Generator().manual_seed(1)).double()
+    first = released(rows, 1)
+    copied = home.ledger_file.read_bytes()
+    assert released(rows, 1) == first
+    assert charged() == {"pull": 1, "hidden": 1}
+    with pytest.raises(ProtocolError, match="release 1 of 'hidden' was charged already, for other bytes"):
+        released(rows + 1e-9, 1)
+    assert released(rows, 2) == first  # under another sum, in a session that was opened since
+    assert charged() == {"pull": 1, "hidden": 1}
+    assert released(2 * rows, 2) != first
+    assert charged() == {"pull": 2, "hidden": 2}
+    noise = KeptNoise(bytes(32))
+    draws = [noise.generator("x", noise.name(r)).normal() for r in (rows, rows, rows + 1e-9)]
+    assert draws[0] == draws[1] != draws[2]
+    again = [NoiseSource(bytes(32)).generator("x", 1).normal() for _ in range(2)]  # by the sum: of any numbers
+    assert again[0] == again[1]
+    newest = home.ledger_file.read_bytes()
+    for wal in home.path.glob("ledger.sqlite-*"):
+        wal.unlink()
+    home.ledger_file.write_bytes(copied)
+    with pytest.raises(ProtocolError, match=r"the ledger .* was rolled back"):
+        released(rows, 3)
+    home.ledger_file.unlink()
+    with pytest.raises(ProtocolError, match="the ledger of 'hub' is older than its log: it lacks job 'one'"):
+        released(rows, 3)
+    home.ledger_file.write_bytes(newest)
+    few = problem._replace(records=PEOPLE // 2 - 1)
+    with pytest.raises(PolicyError, match=r"19 people were matched, .* no fewer than 20 \(fewest\)"):
+        columns.guard(few, offer, home, folder, trail)
+    guarding(job, {"epsilon": 9.0, "delta": 1e-4})
+    columns.check_allowed(offer, home)
+    with pytest.raises(BudgetError, match="silo 'hub' refuses"):
+        columns.guard(problem, dataclasses.replace(offer, job="two"), home, tmp_path, trail)
+
+
+def test_that_two_releases_of_a_response_are_equal_says_nothing_of_it(world: World, tmp_path: Path) -> None:
+    """Silos that collude choose sums at which somebody's slope rounds alike in two rounds if the label is 1, and not if
+    it is 0. The control: noise that is named by slopes alone is then alike as well, which tells the label."""
+    job = ColumnsJob(
+        world, tmp_path, False, **{**GUARDED, "algorithm": {**VERTICAL, "auxiliary": {"kind": "amortised"}}}
+    )
+    algorithm, aggregation, privacy = chosen(job.config)
+    columns, where = ServerColumns(job.config, algorithm, aggregation), torch.device("cpu")
+    problem = VerticalProblem(columns.likelihood, SILOS, 1, 1, torch.float64, where, "eager", privacy)
+    program = columns.program(problem)
+    tables, terms = program.of_holder()
+    noise, gamma = KeptNoise(bytes(32)), torch.zeros(program.gamma_size).double()
+    for label in (1.0, 0.0):
+        response = Response(torch.tensor([label]).double(), torch.zeros(1).double())
+        found, by_slopes = list[bytes](), list[int]()
+        for round_, s in enumerate((-40.0, -60.0)):
+            gate = Gate(RESPONSE_HOLDER, tables, terms, lambda *_: None, noise)
+            program.set_server(Held(response, gate, noise.name))
+            sums = torch.full((1, 1), s).double()
+            asked = Broadcast(0, round_ + 1, {}, SILOS, {}, {}, "auxiliary")
+            found.append(program._guarded(asked, response, sums, gamma)[0].numpy().tobytes())
+            by_slopes.append(noise.name(program._slopes_alone(response, sums, gamma).predictor))
+        assert found[0] != found[1]
+        assert (by_slopes[0] == by_slopes[1]) == (label == 1.0)
+
+
+def same_noise(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, ...]]:
+    """Noise and samples of all parties follow from a test key; that of the response's holder from how often it drew,
+    which is returned."""
+    made = Counter[tuple[str, ...]]()
+
+    def generator(self: NoiseSource, party: str, number: int, *purpose: str) -> np.random.Generator:
+        if party == RESPONSE_HOLDER and not isinstance(self, KeptNoise):
+            made[purpose] += 1
+            number = made[purpose]
+        return inner(NoiseSource(b"test"), party, number, *purpose)
+
+    inner = NoiseSource.generator
+    monkeypatch.setattr(NoiseSource, "generator", generator)
+    for module in (columns_in_process, site_job):
+        monkeypatch.setattr(module, "silo_secret", lambda derived, *_: derived())
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+def test_a_private_response_is_guarded_by_the_servers_ledger(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matched: Any
+) -> None:
+    """The posterior is that of one process, byte for byte, under one test key; ledger, log, report and evidence of the
+    server say so."""
+    made = same_noise(monkeypatch)
+    monkeypatch.setattr(KeptNoise, "generator", lambda self, *named: NoiseSource(None).generator(*named))
+    job = ColumnsJob(world, tmp_path, **GUARDED)
+    guarding(job)
+    shuffled(job)
+    remote = job.run()
+    assert made == {(): 4, ("hidden",): 4}
+    made.clear()
+    assert remote == aligned(job, matched)
+    home = world.homes["hub"]
+    (chain,) = verify_ledger(home.ledger_file, "hub")
+    (record,) = chain.jobs.values()
+    assert record.released == {"pull": 4, "hidden": 4}
+    assert record.outcome == "finished"
+    evidence = read_json(tmp_path / "remote" / "evidence.json")
+    assert evidence["ledgers"]["hub"] == {"rows": chain.length, "head": chain.head.hex()}
+    with closing(open_trail(home)) as trail:
+        assert CHARGED in next(iter(trail.chain.jobs.values())).omissions
+    result = read_json(tmp_path / "remote" / "result.json")
+    assert result["privacy"]["protects"] == "a person's columns at one silo, and the response"
+    assert not list((tmp_path / "remote" / "checkpoint").glob("response*"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_server_that_is_killed_after_it_charged_a_response(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """With nothing of the round written down. Started again it releases the same, charged once; so it does where its
+    machine was restarted, and silos mask anew, under another sum, what they had released. The job has no retries."""
+    same_noise(monkeypatch)
+    save, released, stopped = StoreCheckpoints.save, Gate.release_rows, list[int]()
+    pulls = list[bytes]()
+
+    def kept(self: Gate, rows: torch.Tensor) -> Any:
+        found = released(self, rows)
+        if self.silo == RESPONSE_HOLDER:
+            pulls.append(found.values.tobytes())
+        return found
+
+    def stopping(self: StoreCheckpoints, round_: int, parties: Mapping[str, Any]) -> None:
+        if round_ == 2 and not stopped:
+            stopped.append(round_)
+            raise Stopped
+        save(self, round_, parties)
+
+    monkeypatch.setattr(StoreCheckpoints, "save", stopping)
+    monkeypatch.setattr(Gate, "release_rows", kept)
+    job = ColumnsJob(world, tmp_path, **GUARDED)
+    guarding(job)
+    with pytest.raises(Stopped):
+        job.run()
+    if restarted:
+        for module in (holding_module, serving):
+            monkeypatch.setattr(module, "boot_id", lambda: b"another start of the machine")
+    job.run()
+    (chain,) = verify_ledger(world.homes["hub"].ledger_file, "hub")
+    (record,) = chain.jobs.values()
+    assert record.released == {"pull": 4, "hidden": 4}
+    assert pulls[1] == pulls[2]
+    assert (len(pulls), len(set(pulls))) == (5, 4)
+
+
 class Killed(BaseException):
     """The end of a silo's process; in a thread of a test it passes all that catches errors."""
 
@@ -772,7 +1074,7 @@ def test_a_server_that_was_stopped_goes_on(
     job = ColumnsJob(world, tmp_path, **AT_SILO) if at_silo else ColumnsJob(world, tmp_path, algorithm=SHARED)
     with pytest.raises(Stopped):
         job.run(on_round=stop)
-    for module in (holding, serving):
+    for module in (holding_module, serving):
         monkeypatch.setattr(module, "boot_id", lambda: b"another start of the machine")
     assert job.run() == job.local()
     owned(job, world)

@@ -223,9 +223,9 @@ def answered(log: Path) -> Answered:
     return {digest: frozenset(s for s, came in by.items() if came) for digest, by in found.items()}
 
 
-def posterior(config: Config, answers: Answered | None = None) -> bytes:
-    """posterior.safetensors of the job with all parties in this process. Raises ProtocolError where `answers` belong
-    to a job that went otherwise."""
+def posterior(config: Config, answers: Answered | None = None, kept_in: Path | None = None) -> bytes:
+    """posterior.safetensors of the job with all parties in this process. kept_in: of a vertical job, where all of its
+    result is kept too. Raises ProtocolError where `answers` belong to a job that went otherwise."""
     began, federation = time.monotonic(), federate(config)
     assert isinstance(federation, Federation | VerticalFederation)
     with (
@@ -236,8 +236,8 @@ def posterior(config: Config, answers: Answered | None = None) -> bytes:
         warnings.simplefilter("ignore", SecureFVIWarning)
         if isinstance(federation, VerticalFederation):  # whose sums lack nobody
             alone = federation.fit(seed=config.seed, dtype=federation.dtype, compile=config.run.compile)
-            alone.save(Path(folder))
-            return (Path(folder) / "posterior.safetensors").read_bytes()
+            alone.save(kept_in or Path(folder))
+            return ((kept_in or Path(folder)) / "posterior.safetensors").read_bytes()
         server, engine, guards = build_parties(
             federation.model, federation.silos, federation.algorithm, federation.aggregation, config.seed,
             silo_ids=federation.silo_ids, record_ids=federation.record_ids, dtype=federation.dtype,

@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -147,7 +147,7 @@ class RunShape:
         keeps, because = "its parameters' posterior", f"participation = {self.participation:g}"
         # Of batches nobody knows the share before the people are counted: it may be one person.
         share = 1.0 if getattr(self, "batch_size", None) is None else 0.0
-        labels = LABELS[self.response]
+        labels = LABELS["noised" if private and self.response == "private" else self.response]
         return Declaration(self.rounds, sums, keeps, share=share, because=because, people=True, labels=labels)
 
     def check_response(self) -> None:
@@ -333,6 +333,7 @@ class Held(NamedTuple):
 
     response: Response | None  # None where the silos alone know it
     gate: Gate | None = None
+    named: Callable[..., int] | None = None  # what a release's noise is named by, from its numbers; None: by its sum
 
 
 class VerticalState(NamedTuple):
@@ -490,7 +491,7 @@ class ColumnsProgram(Program):
 
     def set_server(self, held: Held) -> None:
         """Raises InputError for a likelihood that cannot be evaluated a record at a time where it has to be."""
-        self.held, self.gate = held
+        self.held, self.gate, self._named = held
         self.set_gamma()
         self._slopes = ByRecord(self._slopes_function, self._made_labels, "eager", "the likelihood")
         if self.gate is not None:
@@ -638,7 +639,10 @@ class ColumnsProgram(Program):
         """The response's part of a round, clipped, noised and charged: pulls and the gradient in gamma."""
         found = self._slopes_alone(response, s, gamma)
         answer = RowAnswer((HIDDEN_PHASE, found.gamma), lambda noised: (found.predictor, noised))
-        pull, in_gamma = self.release_held(message, PULL_PHASE, answer)
+        # With what all the rows follow from: that those of two rounds are equal would tell of labels.
+        made_of = torch.tensor(message.round), s, gamma, found.gamma, found.predictor
+        turn = None if self._named is None else self._named(*made_of)
+        pull, in_gamma = self.release_held(message, PULL_PHASE, answer, turn)
         return self.move(pull).reshape(found.predictor.shape), self.move(in_gamma * self.weight)
 
     def _slopes_alone(self, response: Response, s: Tensor, gamma: Tensor) -> RecordSlopes:
