@@ -596,7 +596,7 @@ class Design:
         bad = (~np.isfinite(out)).sum(0)
         if bad.any():
             at = int(bad.argmax())
-            raise InputError(f"'{self.names[at]}' of the formula is not finite in {int(bad[at])} of {rows} rows")
+            raise _not_finite(self.names[at], ~np.isfinite(out[:, at]))
         return out
 
     def _check_independent(self, x: Floats, formula: str) -> None:
@@ -712,9 +712,17 @@ class Expression:
         """(rows,). Raises InputError where it is not finite."""
         some = _pandas({name: frame[name] for name in self.columns}, self.dictionary, rows)
         out: Floats = np.asarray(_matrix(self._formula, some, _context(self.dictionary)), dtype=np.float64)[:, 0]
-        if bad := int((~np.isfinite(out)).sum()):
-            raise InputError(f"'{self.text}' of the formula is not finite in {bad} of {rows} rows")
+        if not np.isfinite(out).all():
+            raise _not_finite(self.text, ~np.isfinite(out))
         return out
+
+
+def _not_finite(text: str, bad: npt.NDArray[np.bool_]) -> InputError:
+    """bad (rows,): of those that are used."""
+    return InputError(
+        f"'{text}' of the formula is not finite in {int(bad.sum())} of {len(bad)} rows (the first of those that are "
+        f"used is {int(bad.argmax()) + 1}): correct them, or leave such rows out by a query"
+    )
 
 
 def columns_of(formula: str, dictionary: Dictionary) -> list[str]:

@@ -18,7 +18,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,6 +89,8 @@ _DRAWS = 20_000
 _PULLED = 0.5
 #: Families whose likelihood is log-concave in the linear predictor.
 _LOG_CONCAVE = ("gaussian", "bernoulli", "binomial", "poisson", "negbinomial", "ordinal")
+#: Silos whose rows and groups the table counts.
+_SILOS_SHOWN = 12
 #: Two tables that are alike with less than this probability are one table.
 _BY_CHANCE = 1e-9
 
@@ -685,11 +687,13 @@ class MixedModel(FederatedModel):
             y = draws["y"][:, record, places(record)]
             return {of.response.name: y * of.response.scale + of.response.centre + of.response.low}
 
-        if scored:
-            return self, laid, read
-        drawn = self.with_latents()  # draws are put into the response's unit by `read`, and are weighed by no factor
-        drawn.fn.response = of.response._replace(scale=1.0)  # type: ignore[attr-defined]
-        return drawn, laid, read
+        return (self if scored else self._drawn()), laid, read
+
+    def _drawn(self) -> MixedModel:
+        """The same model for draws of the response, in its standardised unit: they are weighed by no factor."""
+        drawn = self.with_latents()
+        drawn.fn.response = self.of.response._replace(scale=1.0)  # type: ignore[attr-defined]
+        return drawn
 
     @property
     def columns(self) -> list[str]:
@@ -726,6 +730,18 @@ class MixedModel(FederatedModel):
     def summary(self, result: Result) -> Summary:
         """The posterior in the user's units, of the draws that `Result.summary` is of."""
         return _summary(self, result)
+
+    def check(self, result: Result, silos: Mapping[str, Any], n: int = 200, seed: int = 0) -> Check:
+        """A posterior predictive check: numbers of the tables beside those of `n` replicates of each, by the program
+        under draws of the posterior, effects of local groups drawn anew. `silos`: tables, as for a fit, by name. Of
+        each silo totals alone are added. At a site, with its own table, it tells how that is fitted; nothing is sent.
+        Raises InputError where the fit is private: tables themselves have no noise."""
+        if result.privacy is not None:
+            raise InputError("check: a run under differential privacy is not held against its tables without noise")
+        _check_is_of(self, result)
+        laid = list(self.prepared(silos).values())
+        totals = [_totals(self, result, data, n, seed, noise) for noise, data in enumerate(laid)]
+        return Check(tuple(_checked(self, torch.stack(totals).sum(0))), n, len(laid))
 
     def told(self, result: Any) -> dict[str, Any]:
         found = self.summary(result)
@@ -1173,7 +1189,12 @@ def _table(title: str, rows: Sequence[Line], ratio: str) -> list[str]:
     cells = [heads]
     for row in rows:
         cells.append([row.name, *row.shown(), *((row.shown_ratio() if row.ratio else ()) if ratio else ())])
-    widths = [max(len(r[k]) for r in cells if k < len(r)) for k in range(len(heads))]
+    return _aligned(cells)
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines, the first of them the heads; some may be shorter."""
+    widths = [max(len(r[k]) for r in cells if k < len(r)) for k in range(len(cells[0]))]
     return [
         "  ".join(
             c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths, strict=False))
@@ -1295,11 +1316,32 @@ def _counted(of: Parts) -> list[str]:
     return [f"rows with a gap that were left out: {rows}"] if left else []
 
 
+def _by_silo(model: MixedModel, silos: Sequence[str], records: float | None) -> list[str]:
+    """Rows and groups of each silo, where this process has read all of them; no part of what is saved."""
+    held = dict(model.of.counts.items())
+    if set(held) != set(silos) or len(silos) > _SILOS_SHOWN:
+        return []
+    label = model.record_label
+    if sum(c["groups"][label] if label else c["rows"] for c in held.values()) != records:
+        return []  # of another fit
+    said = [", ".join([f"{c['rows']} rows", *(f"{n} of {g}" for g, n in c["groups"].items())]) for c in held.values()]
+    return [f"at {silo}: {of}" for silo, of in zip(held, said, strict=True)]
+
+
+def _weighed(result: Result) -> list[str]:
+    """What weights say of a q that is the answer; where weighed draws are, the reason of convergence says it."""
+    said = result.convergence
+    mean, sd, khat = (said.get(name) for name in ("mean_error_sd", "sd_error_log", "khat"))
+    if mean is None or sd is None or getattr(result, "refined", None) is not None:
+        return []
+    also = "" if khat is None else f"; k-hat {khat:.2f}, effective sample size {said['ess']:.0f}"
+    off = f"means are off by at most {mean:.2g} sds, and sds by {abs(math.expm1(sd)):.2g} of themselves"
+    return [f"by draws that were weighed by the likelihood of all records, {off}{also}"]
+
+
 def _summary(model: MixedModel, result: Result) -> Summary:
     of, family = model.of, FAMILIES[model.family]
-    theirs = getattr(getattr(result, "problem", None), "model", None)
-    if isinstance(theirs, MixedModel) and theirs.identity != model.identity:
-        raise InputError("the result is of another model: another formula, family, dictionary, priors or options")
+    _check_is_of(model, result)
     found, weights = result.readable() or _as_drawn(model, result)
     lines = {name: _line(name, d, weights, bool(family.ratio) and name != "(Intercept)") for name, d in found.items()}
     effects = [n for n in lines if n in of.fixed.names or "|" in n]
@@ -1320,16 +1362,106 @@ def _summary(model: MixedModel, result: Result) -> Summary:
     noise = counts_noise(result.privacy)
     foot = (
         *counted,
+        *(_by_silo(model, result.silos, records) if result.privacy is None else ()),
         *notes,
         *([noise] if noise else []),
+        *_weighed(result),
         f"{state} after {result.rounds} rounds: {result.convergence['reason']}",
     )
     rest = [n for n in lines if n not in effects and n not in groups]
+    plain = [tuple(lines[n]._replace(ratio=None) for n in names) for names in (groups, rest)]
     return Summary(
-        head, tuple(lines[n] if "|" not in n else lines[n]._replace(ratio=None) for n in effects),
-        tuple(lines[n] for n in groups), tuple(lines[n]._replace(ratio=None) for n in rest), family.ratio, foot,
-        notes,
+        head, tuple(lines[n] if "|" not in n else lines[n]._replace(ratio=None) for n in effects), plain[0], plain[1],
+        family.ratio, foot, notes,
     )  # fmt: skip
+
+
+class Checked(NamedTuple):
+    """A number of the tables, and of their replicates: mean, central 95% interval, and the share of them that are
+    larger, those that are alike by half."""
+
+    name: str
+    observed: float
+    replicated: float
+    low: float
+    high: float
+    larger: float
+
+
+#: A share of replicates that is smaller, or larger than 1 less this, is told of.
+_ODD = 0.01
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `MixedModel.check` returns. `str` is the table."""
+
+    rows: tuple[Checked, ...]
+    n: int
+    silos: int
+
+    def __str__(self) -> str:
+        cells = [["Predictive check", "observed", "replicated", "2.5%", "97.5%", "larger"]]
+        for row in self.rows:
+            spread = (row.high - row.low) / 4
+            cells.append([row.name, *(shown(value, spread) for value in row[1:5]), f"{row.larger:.2f}"])
+        odd = [f"'{row.name}'" for row in self.rows if not _ODD <= row.larger <= 1 - _ODD]
+        about = f"totals over {self.silos} silos, and over {self.n} replicates of their tables under the posterior"
+        told = f"; the model makes no tables like these in {', '.join(odd)}: another family or term may" if odd else ""
+        return "\n".join([*_aligned(cells), "", about + told])
+
+    __repr__ = __str__
+
+
+def _totals(model: MixedModel, result: Result, laid: Any, n: int, seed: int, noise: int) -> Tensor:
+    """(1 + n, numbers) of a silo's rows, and of replicates of them, as of `_added`."""
+    from secure_fvi.results import replicates
+
+    schema = read_data(laid, "check", result.problem.dtype)[0].to(result.problem.device)
+    problem = result.problem._replace(model=model._drawn(), schema=schema)
+    drawn = replicates(problem, result.variational, laid, n, seed, noise=noise)
+    seen = [laid["y"], *(draw["y"].cpu() for draw in drawn)]
+    return torch.stack([_added(model.of, y, laid["present"]) for y in seen])
+
+
+def _added(of: Parts, y: Tensor, present: Tensor) -> Tensor:
+    """Totals of responses (N, M): rows, records, y, y^2, means of records and their squares, and rows at each of
+    `_counted_places`. y: in its unit, less the dictionary's centre."""
+    y = (y * of.response.scale).to(present).expand(present.shape) * present
+    rows, mean = present.sum(1), y.sum(1) / present.sum(1)
+    counted = [((y == place) * present).sum() for place in _counted_places(of)]
+    ones = torch.ones_like(mean)
+    return torch.stack([*(v.sum() for v in (rows, ones, y, y.square(), mean, mean.square())), *counted])
+
+
+def _counted_places(of: Parts) -> range:
+    """Values of the response whose rows are counted: levels of an ordinal, and 0 of a count."""
+    return range(len(of.response.levels) if of.family == "ordinal" else FAMILIES[of.family].kinds == ("integer",))
+
+
+def _checked(model: MixedModel, totals: Tensor) -> Iterator[Checked]:
+    of, label = model.of, model.record_label
+    rows, records, y, squares, means, square_means, *at = totals.mT
+    found: dict[str, Tensor] = {}
+    if of.family != "ordinal":
+        found["mean"] = y / rows + of.response.centre
+    if of.family not in ("ordinal", "bernoulli"):
+        found["sd"] = (squares / rows - (y / rows) ** 2).clamp(min=0).sqrt()
+    names = of.response.levels if of.family == "ordinal" else ("0",)
+    found |= {f"share of {name}": count / rows for name, count in zip(names, at, strict=False)}
+    if label is not None:
+        found[f"sd of means by {label}"] = (square_means / records - (means / records) ** 2).clamp(min=0).sqrt()
+    for name, (observed, *drawn) in ((name, values.double().tolist()) for name, values in found.items()):
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        larger = np.mean(np.greater(drawn, observed) + 0.5 * np.isclose(drawn, observed, rtol=1e-9))
+        yield Checked(name, observed, float(np.mean(drawn)), float(low), float(high), float(larger))
+
+
+def _check_is_of(model: MixedModel, result: Result) -> None:
+    """Raises InputError for another model's result."""
+    theirs = getattr(getattr(result, "problem", None), "model", None)
+    if isinstance(theirs, MixedModel) and theirs.identity != model.identity:
+        raise InputError("the result is of another model: another formula, family, dictionary, priors or options")
 
 
 def _as_drawn(model: MixedModel, result: Result) -> tuple[dict[str, Tensor], Tensor]:

@@ -611,8 +611,17 @@ def predict(
     problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int, local: Local | None = None
 ) -> Params:
     """See `Result.predict`. local: where a silo's own sites come from; None: their prior."""
-    draws = [run.observed for run in _runs(problem, posterior, data, n, seed, None, local)]
+    draws = list(replicates(problem, posterior, data, n, seed, local))
     return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}
+
+
+def replicates(
+    problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int, local: Local | None = None,
+    noise: int = 0,
+) -> Iterator[Params]:  # fmt: skip
+    """The draws of `predict`, one after the other: all together they may not fit into memory. noise: another number for
+    each silo of one replicate, which is of one draw of the global sites and of what else is drawn anew at each."""
+    return (run.observed for run in _runs(problem, posterior, data, n, seed, None, local, noise))
 
 
 def log_predictive(
@@ -633,6 +642,7 @@ def _runs(
     seed: int,
     record_plate: str | None,
     local: Local | None,
+    noise: int = 0,
 ) -> Iterator[_Forward]:
     """The program run forward for each of `n` draws; where it is scored, once for each value of discrete sites."""
     if n < 1:
@@ -641,7 +651,7 @@ def _runs(
     layout, scored = problem.layout, record_plate is not None
     latents = {site.name for site in layout.sites} | ({name for name, _ in layout.choices} if not scored else set())
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed + noise)
         for k, z in enumerate(posterior.draws(n, seed)):
             values, _ = problem.density.constrain(z, posterior.theta)
             if local is not None:

@@ -1179,7 +1179,9 @@ def _in_other_words(seconds: float, memory: str, paths: Iterable[Path] = ()) -> 
     except duckdb.OutOfMemoryException:
         raise DataError(f"reading it takes more than {memory} of memory") from None
     except (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException, duckdb.PermissionException) as e:
-        raise InputError(f"the query cannot be carried out: {_first_line(e)}") from None
+        said = _first_line(e)
+        cure = "; cells of CSV and JSON are text: write CAST(age AS DOUBLE) of a number" * ("VARCHAR" in said)
+        raise InputError(f"the query cannot be carried out: {said}{cure}") from None
     except duckdb.ConversionException:
         raise DataError(
             "the query casts a cell to what it is not; use TRY_CAST, or leave it to the dictionary"

@@ -6,7 +6,9 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import csv
 import dataclasses
+import html
 import json
 import math
 import pickle  # noqa: TID251 - its own result
@@ -30,9 +32,10 @@ from secure_fvi.checkpoints import text_of
 from secure_fvi.deployment.session_messages import schema_digest
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
-from secure_fvi.federated_model import read_data
+from secure_fvi.federated_model import Laid, read_data
 from secure_fvi.formula import FAMILIES, Design, columns_of, few_records, parse
 from secure_fvi.mixed_model import Counts, MixedModel, glmm, marginal, user_draws
+from secure_fvi.results import replicates
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import parse as parse_config
 from secure_fvi.runs.options import build
@@ -1022,9 +1025,21 @@ def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(
     with pytest.warns(sf.SecureFVIWarning, match="unassessed"):
         done = CliRunner().invoke(cli, [*words, *data, *quick, "--out", str(tmp_path / "out")], catch_exceptions=False)
     assert done.exit_code == 0
-    assert f"<h1>{FORMULA}</h1>" in (tmp_path / "out" / "report.html").read_text()
+    page = html.unescape((tmp_path / "out" / "report.html").read_text())
+    assert f"<h1>{FORMULA}</h1>" in page
+    assert f"We fitted the model {FORMULA} (family bernoulli) to the tables of " in page
+    assert "Convergence was not assessed" in page
+    with (tmp_path / "out" / "table.csv").open(newline="") as file:
+        lines = {row["name"]: row for row in csv.DictReader(file)}
+    told = json.loads((tmp_path / "out" / "result.json").read_text())["formula"]
+    for line in (*told["effects"], *told["groups"]):
+        assert float(lines[line["name"]]["97.5%"]) == line["high"]
+    assert float(lines["age"]["odds ratio"]) == pytest.approx(math.exp(float(lines["age"]["estimate"])))
+    assert lines["sd(child) (Intercept)"]["odds ratio"] == ""
     assert "odds ratio" in done.output
     assert "sd(child) (Intercept)" in done.output
+    assert "at site1: 30 rows, " in done.output
+    assert "Predictive check" in done.output
     paths[1].write_text(paths[1].read_text().replace(",f,", ",q77,"))
     done = CliRunner().invoke(cli, [*words, *data, *quick])
     assert "silo 'site1' (silo[1].data): " in str(done.exception)
@@ -1141,6 +1156,51 @@ def test_before_data_rows_are_the_users_table_too() -> None:
     assert drawn["pressure"].shape == (400, 2)
     assert bool((drawn["pressure"].median(0).values - of.of.response.centre).abs().max() < 2 * of.of.response.scale)
     assert of.of.response.centre > 50
+
+
+def test_a_check_sets_tables_beside_their_replicates(fitted: tuple[MixedModel, sf.Result]) -> None:
+    """Totals over silos are those of all rows, and replicates are those of `predict`, of one draw of the posterior at
+    all silos and of noise of each one's own. Pressures that the model does not make are told of; its own, as the
+    control, are not."""
+    of, result = fitted
+    silos = {f"s{k}": table(seed=k, pressure=130 + 0.5 * (table(seed=k)["age"] - 50)) for k in range(3)}
+    rows = {row.name: row for row in of.check(result, silos, n=6).rows}
+    pressure = np.concatenate([t["pressure"] for t in silos.values()])
+    means = [t["pressure"][t["child"] == c].mean() for t in silos.values() for c in np.unique(t["child"])]
+    found = [rows[name].observed for name in ("mean", "sd", "sd of means by child")]
+    assert found == pytest.approx([pressure.mean(), pressure.std(), np.std(means)], rel=1e-6)
+    drawn = result.predict(silos["s0"], n=6)["pressure"]
+    alone = {row.name: row for row in of.check(result, {"s0": silos["s0"]}, n=6).rows}
+    assert alone["mean"].replicated == pytest.approx(float(drawn.mean()), rel=1e-5)
+    laid = of.prepared({"s0": silos["s0"]})["s0"]
+    problem = result.problem._replace(model=of._drawn(), schema=read_data(laid, "s0", result.problem.dtype)[0])
+    own = next(iter(replicates(problem, result.variational, laid, 1, 7)))["y"]
+    assert "makes no tables like these" not in str(of.check(result, {"s0": Laid({**laid, "y": own})}, n=40))
+    assert "in 'mean'" in str(of.check(result, {"s0": Laid({**laid, "y": own + 20})}, n=40))
+    with pytest.raises(InputError, match="a run under differential privacy"):
+        of.check(replace(result, privacy={"epsilon": 1.0}), silos)
+    with pytest.raises(InputError, match="the result is of another model"):
+        model("pressure ~ visits + (1 | child)", "gaussian").check(result, silos)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_a_check_counts_is_the_tables_own(family: str) -> None:
+    response = {"gaussian": "pressure", "student": "pressure", "bernoulli": "y", "ordinal": "grade",
+                "binomial": "count | trials(n)"}.get(family, "count")  # fmt: skip
+    of, rows = model(f"{response} ~ age + (1 | child)", family), table(30)
+    laid = prepared(of, rows)[0]
+    totals = mixed_model._added(of.of, laid["y"], laid["present"])
+    found = {row.name: row.observed for row in mixed_model._checked(of, torch.stack([totals] * 3))}
+    y = rows[of.of.response.name]
+    y = np.array([("low", "mid", "high", "top").index(v) for v in y] if family == "ordinal" else y, dtype=float)
+    expected = {"sd of means by child": np.std([y[rows["child"] == c].mean() for c in np.unique(rows["child"])])}
+    if family == "ordinal":
+        expected |= {f"share of {name}": (y == k).mean() for k, name in enumerate(("low", "mid", "high", "top"))}
+    else:
+        expected |= {"mean": y.mean()} | ({} if family == "bernoulli" else {"sd": y.std()})
+    if family in ("binomial", "poisson", "negbinomial"):
+        expected["share of 0"] = (y == 0).mean()
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -66,11 +66,15 @@ def fit(
         folder.check_new()
 
     from secure_fvi.cli.tables import exit_code, print_result
+    from secure_fvi.mixed_model import MixedModel
     from secure_fvi.progress import RunProgress
-    from secure_fvi.runs.federation import federate
+    from secure_fvi.results import Result
+    from secure_fvi.runs.federation import Federation, federate
     from secure_fvi.runs.running import execute_federation
 
     federation = federate(config)
+    assert isinstance(federation, Federation)
+    assert isinstance(federation.model, MixedModel)
     with RunProgress(quiet) as progress:
         if folder is not None:
             result = execute_federation(federation, folder, on_round=progress.update)
@@ -80,8 +84,11 @@ def fit(
                 seed=federation.config.seed, device=settings.device, dtype=federation.dtype,
                 compile=settings.compile, threads=federation.threads, on_round=progress.update,
             )  # fmt: skip
-    assert result is not None
+    assert isinstance(result, Result)
     print_result(result, priors)
+    if result.privacy is None:
+        tables = dict(zip(federation.silo_ids, federation.silos, strict=True))
+        click.echo(f"\n{federation.model.check(result, tables)}")
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")
     click.get_current_context().exit(exit_code(result.to_json()))

@@ -27,12 +27,12 @@ from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
-from secure_fvi.runs.directory import EVIDENCE, REPORT, SIGNATURE
+from secure_fvi.runs.directory import EVIDENCE, REPORT, SIGNATURE, TABLE
 
 _LABEL = b"secure-fvi/report/1/"
 _FILES = (
     REPORT, EVIDENCE, "config.toml", "marginals.json", "metrics.jsonl", "posterior.safetensors", "result.json",
-    "run.json",
+    "run.json", TABLE,
 )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ _FREE = ("run.checkpoint_seconds", "engine.")
 _KEY = "data.key"
 #: The report; what the server of a run between institutions states of it, and signs. See `deployment.evidence`.
 REPORT, EVIDENCE, SIGNATURE = "report.html", "evidence.json", "report.sig"
+#: The report's table for other programs.
+TABLE = "table.csv"
 #: The report with a reference beside it, of a run whose report is signed.
 COMPARED = "report-compared.html"
 #: Names that only a run writes; `discard` removes these and nothing else.
@@ -46,6 +48,7 @@ _OURS = (
     "marginals.json",
     "compare.json",
     REPORT,
+    TABLE,
     COMPARED,
     EVIDENCE,
     SIGNATURE,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import csv
+import io
 import json
 import math
 import time
@@ -19,7 +21,7 @@ from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
 from secure_fvi.runs.config import Config, title
-from secure_fvi.runs.directory import COMPARED, EVIDENCE, REPORT, SIGNATURE, RunDirectory, read_json
+from secure_fvi.runs.directory import COMPARED, EVIDENCE, REPORT, SIGNATURE, TABLE, RunDirectory, read_json
 from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
 from secure_fvi.runs.options import chosen
 from secure_fvi.summary import counts_noise, shown
@@ -39,9 +41,9 @@ class Picture(NamedTuple):
 
 
 def write_report(directory: Path) -> Path:
-    """Write report.html from the other files of a finished run, compare.json among them where it exists, and where the
-    run is not private: what that holds has no noise. One that is signed stays as it is, and the new one lies beside it.
-    Which file it is."""
+    """Write report.html, and its table as table.csv, from the other files of a finished run, compare.json among them
+    where it exists, and where the run is not private: what that holds has no noise. One that is signed stays as it is,
+    and the new one lies beside it. Which file it is."""
     run = RunDirectory(directory)
     result = run.read_result()
     config = run.read_config()
@@ -74,6 +76,7 @@ def write_report(directory: Path) -> Path:
         toml=config.to_toml(),
         source=title(config),
         formula=result.get("formula"),
+        methods=_methods(result, config, about),
         posterior=posterior_rows(result)[:_MOST_ROWS],
         left_out=max(0, len(posterior_rows(result)) - _MOST_ROWS),
         theta=posterior_rows({"posterior": {k: {"mean": v, "sd": v} for k, v in result["theta"].items()}})[:_MOST_ROWS],
@@ -84,7 +87,58 @@ def write_report(directory: Path) -> Path:
     )
     path = directory / (COMPARED if (directory / SIGNATURE).exists() else REPORT)
     write_atomically(path, text.encode())
+    if path.name == REPORT:
+        write_atomically(directory / TABLE, _as_csv(result).encode())
     return path
+
+
+def _as_csv(result: dict[str, Any]) -> str:
+    """A line each parameter, with all digits: of a formula in its parts, with intervals and ratios."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    formula = result.get("formula")
+    if formula is None:
+        writer.writerow(["site", "mean", "sd"])
+        writer.writerows(row[:3] for row in posterior_rows(result))
+        return out.getvalue()
+    ratio = [f"{formula['ratio']}{end}" for end in ("", " 2.5%", " 97.5%")] if formula["ratio"] else []
+    writer.writerow(["part", "name", "estimate", "sd", "2.5%", "97.5%", *ratio])
+    for part in ("effects", "groups", "own"):
+        for row in formula[part]:
+            numbers = [row[name] for name in ("estimate", "sd", "low", "high")]
+            writer.writerow([part, row["name"], *numbers, *((row["ratio"] or [""] * 3) if ratio else ())])
+    return out.getvalue()
+
+
+def _methods(result: dict[str, Any], config: Config, about: dict[str, Any]) -> str:
+    """A formula's run in the words of a paper's methods; "" of other models."""
+    if "formula" not in result:
+        return ""
+    model, dp = result["saved"]["model"], result["privacy"]
+    silos, kind = len(result["silos"]), result["aggregation"]["kind"]
+    records = result["metrics"].get("records")
+    count = "" if records is None else f" of {records:g} records"
+    summed = {"plain": "sums in clear", "masked": "masked sums"}.get(kind, "encrypted sums")
+    refined = result["saved"].get("refined")
+    if refined is None:
+        drawn = "of the approximation itself"
+    else:
+        known = f"Pareto k-hat {refined['khat']:.2f}, effective sample size {refined['ess']:.0f}"
+        drawn = f"of importance-weighted draws ({known})"
+    version = f" {about['version']}" if "version" in about else ""
+    state = {True: "The fit converged", False: "The fit did NOT converge", None: "Convergence was not assessed"}
+    said = [
+        f"We fitted the model {model['formula']} (family {model['family']}) to the tables{count} of {silos} "
+        f"institutions without pooling them, by {result['algorithm'].upper()} in secure-fvi{version}: what left an "
+        f"institution went into {summed} over all that took part, over {result['rounds']} rounds",
+        "Columns were coded and standardised by a dictionary that was agreed on beforehand, not by data, and priors "
+        "are those listed under what the formula came to",
+        f"Estimates are posterior means, with posterior sds and central 95% intervals, {drawn}",
+        f"{state[result['converged']]}: {reason(result)}",
+    ]
+    if dp:
+        said.append(f"{_privacy_words(result).rstrip('.')}; {counts_noise(dp)}")
+    return ". ".join(said) + "."
 
 
 def what_left(config: Config) -> list[Note]:

@@ -37,7 +37,7 @@ def test_a_run_writes_its_files_and_a_second_one_is_refused(cli: CommandLine) ->
     assert answer.code == 0, answer.err
     assert "mu" in answer.out
     out = cli.folder / "out"
-    assert FILES | {"report.html", "checkpoint"} == {path.name for path in out.iterdir()}
+    assert FILES | {"report.html", "table.csv", "checkpoint"} == {path.name for path in out.iterdir()}
 
     result = json.loads((out / "result.json").read_text())
     assert result["silos"] == ["a", "b", "c"]
