@@ -15,7 +15,6 @@ from secure_fvi.algorithms.vertical.soul import gamma_step
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
-from secure_fvi_lab.experiments.vertical_batched import SoulRound
 
 #: Runs of hundreds of rounds each.
 pytestmark = pytest.mark.slow
@@ -102,18 +101,6 @@ def test_gamma_steps_to_its_mode() -> None:
     left = gradient(gamma) + torch.func.grad(LIKELIHOOD.log_prior)(gamma)
     assert float(left.abs().max()) < 0.5  # curvature is 800: within 1e-3 of the mode
     assert float(gamma[0]) == pytest.approx(float(y.mean()), abs=0.01)
-
-
-def test_batched_rounds_agree_with_the_silos() -> None:
-    """`SoulRound`, which maps the same functions, finds the same posterior; gamma is free there."""
-    x = torch.stack([s["x"] for s in PROBLEM.silos])
-    fits = [
-        SoulRound(Soul(model=m, rho=0.5), LIKELIHOOD, x, PROBLEM.response, 0.02, "traced").fit(300)
-        for m in ("augmented", "power")
-    ]
-    for fit in fits:
-        assert bool(torch.isfinite(fit.draws).all())
-        assert float(((fit.mean - joint(PROBLEM, 0.5, False).theta_mean()).abs()).max()) < 0.5
 
 
 def test_rates_fall_as_they_must() -> None:

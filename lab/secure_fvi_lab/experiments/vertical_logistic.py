@@ -11,7 +11,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,14 +27,14 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.optim import Adam
 from torch import Tensor
 
-from secure_fvi.algorithms.vertical import Amortised, Bernoulli, MeanField, Soul, Vertical
-from secure_fvi.algorithms.vertical.likelihoods import marginal
+import secure_fvi as sf
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Integrated, MeanField, Soul, Vertical
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_programs import COLUMNS, RECORDS, Data, make_data
 from secure_fvi.runs.marginals import density
 from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of, spread
-from secure_fvi_lab.experiments.vertical_batched import Fit, SoulRound, VerticalRound, sample, soul_mode
+from secure_fvi_lab.experiments.vertical_batched import POOLED, Fit, fit, sample, soul_mode
 from secure_fvi_lab.references import default_dtype, seeded
 
 SILOS, RHOS, SMALL_RHO = (2, 10), (0.5, 1.0, 2.0), 0.05
@@ -40,6 +42,7 @@ SHOWN = 0  # the coefficient whose marginal is drawn
 MODELS: tuple[Literal["augmented", "power"], ...] = ("augmented", "power")
 #: The paper's two families and SOUL; "integrated" is this package's own: z integrated out where the response is.
 METHODS = ("mean field", "amortised", "integrated", "soul")
+_FAMILIES: dict[str, Any] = {"mean field": MeanField(), "amortised": Amortised(), "integrated": Integrated()}
 
 
 class Effort(NamedTuple):
@@ -127,10 +130,10 @@ def run(effort: Effort, request: Request) -> tuple[Row, Figure]:
 
 def _pooled(effort: Effort, data: Data, silos: int, pooled: Marginal) -> list[Row]:
     """VI of the pooled model, as `_methods` has its results."""
-    fit, seconds = pooled_vi(effort, data, silos)
-    found = _marginal(fit)
-    line = row("pooled", "mean field", silos, 0.0, found, pooled, pooled, fit, seconds)
-    return [_lists({"row": line, "bounds": fit.bounds, "shown": found.shown})]
+    fitted = fit_one(effort, "", "pooled", 0.0, data, silos)
+    found = _marginal(fitted)
+    line = row("pooled", "mean field", silos, 0.0, found, pooled, pooled, fitted)
+    return [_lists({"row": line, "bounds": fitted.bounds, "shown": found.shown})]
 
 
 def _methods(
@@ -139,20 +142,21 @@ def _methods(
     """NUTS and every method on one model at one rho: a `row` of the table each, and the curves that are drawn."""
     target = nuts(effort, model, rho, data, silos)
     results: list[Row] = [
-        {"row": row(model, "nuts", silos, rho, target, target, pooled, None, 0.0), "bounds": [], "shown": target.shown}
+        {"row": row(model, "nuts", silos, rho, target, target, pooled, None), "bounds": [], "shown": target.shown}
     ]
     for method in METHODS:
         if method == "integrated" and model == "power":
             continue  # the power likelihood has no such form
-        fit, seconds = fit_one(effort, method, model, rho, data, silos)
-        found = _marginal(fit)
-        line = row(model, method, silos, rho, found, target, pooled, fit, seconds)
+        fitted = fit_one(effort, method, model, rho, data, silos)
+        found = _marginal(fitted)
+        line = row(model, method, silos, rho, found, target, pooled, fitted)
         if method == "soul" and model == "augmented":
             # SOUL's own target: what it would find with infinitely many rounds.
             mode = soul_mode(data.x, data.y, math.sqrt(silos) * rho)
             line["error_of_mode"] = _error(found._replace(mean=mode), target)
             line["error_mode"] = float(((found.mean - mode) / target.sd).abs().max())
-        results.append({"row": line, "bounds": fit.bounds, "shown": found.shown})
+        bounds = fitted.bounds[fitted.bounds.isfinite()]  # none for SOUL
+        results.append({"row": line, "bounds": bounds, "shown": found.shown})
     return [_lists(result) for result in results]
 
 
@@ -168,41 +172,26 @@ def nuts(effort: Effort, model: str, rho: float, data: Data, silos: int) -> Marg
     return Marginal(beta.mean(0), beta.std(0), beta[:, SHOWN])
 
 
-def pooled_vi(effort: Effort, data: Data, silos: int) -> tuple[Fit, float]:
-    """VI of the pooled model, q(theta) factorised over the silos as in the others."""
-    began = time.monotonic()
-    response = Response(data.y, torch.zeros_like(data.y))
-    fit = VerticalRound(
-        Vertical(), Bernoulli(), {"x": data.by_silo(silos)}, response, 0.02, effort.mode, pooled=True
-    ).fit(effort.rounds)
-    return fit, time.monotonic() - began
-
-
 def fit_one(
-    effort: Effort, method: str, model: Literal["augmented", "power"], rho: float, data: Data, silos: int
-) -> tuple[Fit, float]:
-    """One of the three federated methods, and its seconds, compilation included."""
-    began, x = time.monotonic(), data.by_silo(silos)
-    response = Response(data.y, torch.zeros_like(data.y))
-    if method == "integrated":
-        likelihood = marginal(Bernoulli(), math.sqrt(silos) * rho)
-        assert likelihood is not None
-        fit = VerticalRound(Vertical(), likelihood, {"x": x}, response, 0.02, effort.mode, pooled=True).fit(
-            effort.rounds
-        )
+    effort: Effort, method: str, model: Literal["augmented", "power", "pooled"], rho: float, data: Data, silos: int
+) -> Fit:
+    """One of the federated methods, or VI of the pooled model, q(theta) factorised over the silos as in the others."""
+    config: Vertical | Soul
+    if model == "pooled":
+        config = replace(POOLED, rounds=effort.rounds)
     elif method == "soul":
-        soul = Soul(model=model, rho=rho)
-        fit = SoulRound(soul, Bernoulli(), x, response, 0.02, effort.mode).fit(effort.soul_rounds)
+        config = Soul(model=model, rho=rho, response="shared", rounds=effort.soul_rounds)
     else:
         # As in the paper, only the power likelihood's network is shown the response.
         config = Vertical(
             model=model,
             rho=rho,
             response="shared" if model == "power" else "private",
-            auxiliary=Amortised() if method == "amortised" else MeanField(),
+            auxiliary=_FAMILIES[method],
+            rounds=effort.rounds,
         )
-        fit = VerticalRound(config, Bernoulli(), {"x": x}, response, 0.02, effort.mode).fit(effort.rounds)
-    return fit, time.monotonic() - began
+    response = Response(data.y, torch.zeros_like(data.y))
+    return fit(config, Bernoulli(), {"x": data.by_silo(silos)}, response, effort.mode)
 
 
 def small_rho(effort: Effort, seed: int) -> list[Row]:
@@ -210,10 +199,10 @@ def small_rho(effort: Effort, seed: int) -> list[Row]:
     found, data = [], make_data(100 + seed)
     pooled = nuts(effort, "pooled", 1.0, data, 1)
     for silos in effort.silos:
-        exact, _ = pooled_vi(effort, data, silos)
+        exact = fit_one(effort, "", "pooled", 0.0, data, silos)
         for model in MODELS:
-            fit, _ = fit_one(effort, "amortised", model, SMALL_RHO, data, silos)
-            both = {"nuts": nuts(effort, model, SMALL_RHO, data, silos), "amortised": _marginal(fit)}
+            fitted = fit_one(effort, "amortised", model, SMALL_RHO, data, silos)
+            both = {"nuts": nuts(effort, model, SMALL_RHO, data, silos), "amortised": _marginal(fitted)}
             found += [
                 {
                     "data_set": seed,
@@ -236,8 +225,7 @@ def row(
     found: Marginal,
     target: Marginal,
     pooled: Marginal,
-    fit: Fit | None,
-    seconds: float,
+    fitted: Fit | None,
 ) -> Row:
     """One combination beside NUTS on its own target and on the pooled model."""
     return {
@@ -249,10 +237,10 @@ def row(
         "sd_ratio": float((found.sd / target.sd).mean()),
         "error_pooled": _error(found, pooled),
         "sd_ratio_pooled": float((found.sd / pooled.sd).mean()),
-        "bound": float(fit.bounds[-10:].mean()) if fit is not None and len(fit.bounds) else None,
+        "bound": float(fitted.bounds[-10:].mean()) if fitted is not None and method != "soul" else None,
         "mean": found.mean.tolist(),
         "sd": found.sd.tolist(),
-        "seconds": round(seconds, 1),
+        "seconds": round(fitted.seconds, 1) if fitted is not None else 0.0,
     }
 
 
@@ -273,8 +261,9 @@ def table(content: Row) -> str:
     return "\n".join(lines)
 
 
-def _marginal(fit: Fit) -> Marginal:
-    return Marginal(fit.mean, fit.sd, fit.draws[:, SHOWN])
+def _marginal(fitted: Fit) -> Marginal:
+    beta = fitted.sites["beta"].flatten(1)
+    return Marginal(beta.mean(0), beta.std(0), beta[:, SHOWN])
 
 
 def _error(found: Marginal, reference: Marginal) -> float:
@@ -343,26 +332,22 @@ def _densities(figure: Any, entries: Sequence[Entry], truth: float, rhos: Sequen
 
 
 # ----
-# Milliseconds a step: vertical rounds of two silos in one process beside Pyro's SVI on the same augmented model
+# Milliseconds a round: a server and two silos in one process, plain sums, beside Pyro's SVI on the same augmented model
 
 _WARM = 50
 
 
 def step_times(x: Tensor, y: Tensor, steps: int, rho: float = 1.0) -> dict[str, float]:
-    """From columns x (J, N, D). Compilation and the first steps are not counted; SVI has a mean-field guide."""
+    """From columns x (J, N, D). Compilation and the first rounds are not counted; SVI has a mean-field guide."""
     found = {"pyro_svi": _pyro(x, y, steps, rho)}
+    model, silos = sf.Columns(Bernoulli(), y), [{"x": columns} for columns in x]
     for name, config in (
         ("vertical_mean_field", Vertical(rho=rho, response="private", family="diagonal", auxiliary=MeanField())),
         ("vertical_amortised", Vertical(rho=rho, response="private", auxiliary=Amortised())),
         ("vertical_power_amortised", Vertical(model="power", rho=rho, auxiliary=Amortised())),
     ):
-        rounds = VerticalRound(config, Bernoulli(), {"x": x}, Response(y, torch.zeros_like(y)), 0.02, "compiled")
-        generator = torch.Generator().manual_seed(0)
-        state, scale = rounds.init(generator), torch.tensor(1.0)
-        for r, (noise, eps) in enumerate(rounds.noises(_WARM + steps, generator)):
-            if r == _WARM:
-                began = time.perf_counter()
-            state, _ = rounds.step(state, noise, eps, scale)
+        run = iter(sf.run(model, silos, replace(config, rounds=_WARM + steps + 1), sf.Plain(), compile=True))
+        began = [time.perf_counter() for _ in islice(run, _WARM + steps)][_WARM - 1]
         found[name] = 1000 * (time.perf_counter() - began) / steps
     return found
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from secure_fvi.algorithms.vertical import (
     Amortised,
+    Integrated,
     Likelihood,
     MeanField,
     Poisson,
-    Predictor,
     Vertical,
     grouped_slopes,
 )
@@ -46,7 +46,7 @@ from secure_fvi.models.vertical_poisson import (
 )
 from secure_fvi.runs.marginals import density
 from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of, spread
-from secure_fvi_lab.experiments.vertical_batched import Fit, VerticalRound
+from secure_fvi_lab.experiments.vertical_batched import POOLED, Fit, fit
 from secure_fvi_lab.references import Draws, default_dtype, sample_nuts
 
 RHO, RHOS = 1.0, (1.0, 2.0)  # of the augmented data; of the fits to data from the paper's model
@@ -74,13 +74,12 @@ _QUICK = Effort(2, 1, AREAS, 400, 300, 40, 60, "traced")
 def _poisson(request: Request) -> tuple[Row, Figure]:
     effort = _QUICK if request.quick else _FULL
     with default_dtype(torch.float64):
-        fits = Fits(effort.mode, effort.rounds, effort.rounds_pooled)
         rows: list[Row] = []
         curves: list[Curve] = []
         same = effort._replace(augmented=0, paper=0)  # more data sets make no other anew
         for source, made, sets in (("augmented", augmented, effort.augmented), ("paper's", paper, effort.paper)):
             for k in range(sets):
-                found = request.once(f"data set {k + 1} from the {source} model", same, partial(made, same, fits, k))
+                found = request.once(f"data set {k + 1} from the {source} model", same, partial(made, same, k))
                 request.tell("    " + ", ".join(f"{r['method']} {_share(r):.0%}" for r in found["rows"]))
                 rows += found["rows"]
                 curves += [
@@ -109,37 +108,36 @@ def _poisson(request: Request) -> tuple[Row, Figure]:
     return content, png(curves, (float(truth.mu[0, 0]), float(truth.beta[0, 0, 0])), RHOS, summary)
 
 
-def augmented(effort: Effort, fits: Fits, number: int) -> Row:
+def augmented(effort: Effort, number: int) -> Row:
     """All variants on one data set from the augmented-variable model, beside NUTS: `rows`, and no `curves`."""
     data = simulate(_FIRST_SEED["augmented"] + number, RHO, effort.areas)
     exact, seconds = nuts(effort, data, math.sqrt(SILOS) * RHO)
     rows = [row("augmented", number, NUTS_AUGMENTED, RHO, data, exact, exact, None, seconds)]
     for variant in VARIANTS:
-        found = fits.run(variant, data, RHO)
-        rows.append(_fit_row("augmented", number, variant, RHO, data, found, exact))
+        rows.append(_fit_row("augmented", number, variant, RHO, data, fitted(effort, variant, data, RHO), exact))
     return {"rows": rows, "curves": []}
 
 
-def paper(effort: Effort, fits: Fits, number: int) -> Row:
+def paper(effort: Effort, number: int) -> Row:
     """Fits of the augmented-variable model to data without auxiliary variables, beside NUTS on the true model: `rows`,
     and of the first data set, which is drawn, `curves`. NUTS at the larger rho runs on that one alone."""
     data = simulate(_FIRST_SEED["paper"] + number, 0.0, effort.areas)
     true, seconds = nuts(effort, data, 0.0)
-    found = fits.run(TRUE_MODEL, data, RHO)
+    found = fitted(effort, TRUE_MODEL, data, RHO)
     rows = [
         row("paper", number, NUTS_TRUE, 0.0, data, true, true, None, seconds),
         _fit_row("paper", number, TRUE_MODEL, 0.0, data, found, true),
     ]
-    shown = [(NUTS_TRUE, 0.0, true), (TRUE_MODEL, 0.0, found.levels)]
+    shown = [(NUTS_TRUE, 0.0, true), (TRUE_MODEL, 0.0, found[0])]
     for rho in RHOS:
         if rho == RHO or number == 0:
             wide, seconds = nuts(effort, data, math.sqrt(SILOS) * rho)
             rows.append(row("paper", number, NUTS_AUGMENTED, rho, data, wide, true, None, seconds))
             shown.append((NUTS_AUGMENTED, rho, wide))
         for variant in (PRIVATE, INTEGRATED):
-            found = fits.run(variant, data, rho)
+            found = fitted(effort, variant, data, rho)
             rows.append(_fit_row("paper", number, variant, rho, data, found, true))
-            shown.append((variant, rho, found.levels))
+            shown.append((variant, rho, found[0]))
     drawn = [(method, rho, x.mu[:, 0, 0].tolist(), x.beta[:, 0, 0, 0].tolist()) for method, rho, x in shown]
     return {"rows": rows, "curves": drawn if number == 0 else []}
 
@@ -149,9 +147,12 @@ def nuts(effort: Effort, data: Areas, sd: float) -> tuple[Levels, float]:
     return levels, found.seconds
 
 
-def _fit_row(source: str, number: int, method: str, rho: float, data: Areas, found: Found, reference: Levels) -> Row:
-    bound = float(found.fit.bounds[-10:].mean())
-    return row(source, number, method, rho, data, found.levels, reference, bound, found.seconds)
+def _fit_row(
+    source: str, number: int, method: str, rho: float, data: Areas, found: tuple[Levels, Fit], reference: Levels
+) -> Row:
+    levels, ended = found
+    bound = float(ended.bounds[-10:].mean())
+    return row(source, number, method, rho, data, levels, reference, bound, ended.seconds)
 
 
 def row(
@@ -244,62 +245,27 @@ PRIVATE, SHARED, MEAN_FIELD = "amortised", "amortised, response", "mean field"
 MARGINAL, INTEGRATED = "z integrated", "z and mu integrated"
 TRUE_MODEL = "true model, mean field"
 VARIANTS = (PRIVATE, SHARED, MEAN_FIELD, MARGINAL, INTEGRATED)
-_RATE = 0.02
 
 
-class Found(NamedTuple):
-    levels: Levels
-    fit: Fit
-    seconds: float  # compilation included where the variant is fitted for the first time
-
-
-class Fits:
-    """Fits of any variant to data sets of one size; each variant is compiled once."""
-
-    def __init__(self, mode: Mode, rounds: int, rounds_pooled: int) -> None:
-        self.mode, self.rounds, self.rounds_pooled = mode, rounds, rounds_pooled
-        self._known: dict[tuple[str, float], VerticalRound] = {}
-
-    def run(self, variant: str, data: Areas, rho: float) -> Found:
-        """`rho` has no meaning for TRUE_MODEL."""
-        began, pooled = time.monotonic(), variant in (MARGINAL, INTEGRATED, TRUE_MODEL)
-        likelihood: Likelihood = Poisson(SCALE)
-        if variant in (MARGINAL, INTEGRATED):
-            likelihood = poisson_lognormal(math.sqrt(SILOS) * rho, SCALE)
-        config = Vertical(
-            rho=rho,
-            response="shared" if variant == SHARED else "private",
-            family="diagonal" if variant == TRUE_MODEL else "auto",
-            auxiliary=MeanField() if variant == MEAN_FIELD else Amortised(),
-        )
-        program: Program = slopes_without_mu if variant == INTEGRATED else grouped_slopes(LEVELS, SCALE)
-        level = data.level.expand(SILOS, -1).contiguous()
-        rounds = VerticalRound(
-            config,
-            likelihood,
-            {"x": data.x, "level": level},
-            Response(data.y, data.offset),
-            _RATE,
-            self.mode,
-            pooled=pooled,
-            program=program,
-            like=self._known.get((variant, rho)),
-        )
-        self._known[variant, rho] = rounds
-        fit = rounds.fit(self.rounds_pooled if pooled else self.rounds)
-        return Found(_levels(program, data, fit), fit, time.monotonic() - began)
-
-
-def _levels(program: Program, data: Areas, fit: Fit) -> Levels:
-    """Draws of mu and beta from draws of q."""
-    rows = {"x": data.x[0], "level": data.level}
-    predictor = Predictor(program, rows)
-    theta = fit.draws.reshape(len(fit.draws) * SILOS, predictor.n)
-    sites = torch.func.vmap(lambda t: predictor.constrain(t, {}))(theta)
-    found = {name: value.reshape(-1, SILOS, *value.shape[1:]) for name, value in sites.items()}
-    if "mu" in found:
-        return Levels(found["mu"], found["beta"])
-    return with_mu(found["sigma"], found["mean"], found["contrast"], seed=0)
+def fitted(effort: Effort, variant: str, data: Areas, rho: float) -> tuple[Levels, Fit]:
+    """`rho` has no meaning for TRUE_MODEL."""
+    config = Vertical(
+        rho=rho,
+        response="shared" if variant == SHARED else "private",
+        auxiliary=MeanField() if variant == MEAN_FIELD else Amortised(),
+        rounds=effort.rounds,
+    )
+    if variant == TRUE_MODEL:
+        config = replace(POOLED, family="diagonal", rounds=effort.rounds_pooled)
+    elif variant in (MARGINAL, INTEGRATED):
+        config = replace(config, auxiliary=Integrated(_NODES), rounds=effort.rounds_pooled)
+    program: Program = slopes_without_mu if variant == INTEGRATED else grouped_slopes(LEVELS, SCALE)
+    rows = {"x": data.x, "level": data.level.expand(SILOS, -1).contiguous()}
+    found = fit(config, Poisson(SCALE), rows, Response(data.y, data.offset), effort.mode, program)
+    sites = found.sites
+    if "mu" in sites:
+        return Levels(sites["mu"], sites["beta"]), found
+    return with_mu(sites["sigma"], sites["mean"], sites["contrast"], seed=0), found
 
 
 # ---- Poisson counts with the auxiliary variables integrated out ----
