@@ -3,7 +3,8 @@
 Were they cut at a public constant, or left out, a server that asks at a point of its own, where all silos but one are
 past it, would read that one's own number in the total. To refuse would end honest runs, which ask far out too. So the
 silo sends a number drawn from a range that is `2**(WIDER - 1)` times as wide as what may be told, far below it: a total
-with one such number says that some silo sent it, and the others' sum shifts it.
+with one such number says that some silo sent it, and the others' sum shifts it. Of k silos the numbers add up, so that
+totals of many that are hidden together say k as well.
 
 A float64 of that size has steps coarser than the ring's, so that on its own it would leave the ring's lowest bits to
 the others' sum. So all that is sent in such a block, told or not, lies on one grid, that of the substitutes. What the
