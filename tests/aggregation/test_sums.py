@@ -320,6 +320,11 @@ def test_a_total_does_not_say_how_many_silos_are_not_zero(kind, own, monkeypatch
         assert len(set(found)) == len(found)
 
 
+def test_whether_some_silos_is_not_zero_is_asked_of_whole_numbers():
+    with pytest.raises(InputError, match="block 'far': whether some silo's is not zero is asked of whole numbers"):
+        Block("far", (), 1.0, rows="some")
+
+
 def test_only_what_hides_whose_it_is_can_be_spoilt():
     """A plain contribution that counts for nothing would tell the server whose data could not answer."""
     assert not any(silo.spoils for silo in local_parties(Plain(), names(3))[1].values())
