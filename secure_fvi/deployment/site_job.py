@@ -471,7 +471,7 @@ class SiteJob:
         if silo.keeps_to_itself:
             silo.on_hidden = functools.partial(self.unfit.tell, hid=True)
         elif not plain:
-            silo.on_hidden = functools.partial(self._tell, UNANSWERABLE)
+            silo.on_hidden = self._hid
         others = self.unfit.others
         if silo.keeps_to_itself and (self.unfit.spoilt or len(others) >= policy.max_unanswered):
             silo.past = silo.past._replace(failed=True)
@@ -482,6 +482,11 @@ class SiteJob:
                     "answered; see why there, and raise it to answer more"
                 )
         return silo
+
+    def _hid(self, what: str) -> None:
+        """Where others see that a total is none: in the log as well, and for the silo of another session of the job."""
+        self.unfit.tell(what, hid=True)
+        self._tell(UNANSWERABLE, what)
 
     def _sum(self, session: bytes, store: HeldStore, holder: bytes) -> SumSilo:
         roster, least = self.decision.roster, self.decision.policy.min_cohort

@@ -86,7 +86,7 @@ from secure_fvi.runs import records, wording
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.records import read_table
-from secure_fvi.silo import Silo
+from secure_fvi.silo import UNANSWERABLE, Silo
 
 CONFIG: dict[str, Any] = {
     "model": {"program": "six-cities"},
@@ -724,6 +724,28 @@ def test_jobs_of_which_a_silo_hid_what_they_asked_are_counted(world: World, tmp_
             assert "too large to tell; it is hidden" in job.unfit.said
             assert Unfit(home.state_folder / "jobs" / offer.job, "east").hid
         assert list(site._trail.chain.jobs[offer.job].omissions) == []
+
+
+def test_what_was_hidden_stays_hidden_where_sums_have_no_masks(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over sums that others may see, a silo's log counts what it hid; the silo that a restart makes hides on."""
+    monkeypatch.setattr(Silo, "keeps_to_itself", False)
+    offer, join = _offered(world, tmp_path)
+    hub, home = world.homes["hub"], world.homes["east"]
+    for begun in (False, True):
+        with closing(Site(home, Local())) as site:
+            countersigned(hub, site)
+            joined = CODEC.unpack(site.handle(offer.job, join), Joined)
+            nonces = [joined.nonce if silo == "east" else bytes(32) for silo in offer.silos]
+            opening = Open(list(offer.silos), nonces, schema_digest(unpack_schema(joined.schema)), 0, b"", 3, 0)
+            site.handle(offer.job, OPEN + CODEC.pack(opening))
+            job = site._open_job(offer.job)
+            assert isinstance(job, SiteJob)
+            assert job.party is not None
+            assert job.party.silo.hides == begun
+            job.party.silo.view.hides(True)
+            assert UNANSWERABLE in site._trail.chain.jobs[offer.job].omissions
 
 
 def _asks(world: World, folder: Path, number: int, records: int) -> tuple[int, bytes]:
