@@ -104,7 +104,7 @@ from secure_fvi.privacy.noise import KeptNoise
 from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.runs.config import Alignment, Config, Model
 from secure_fvi.runs.federation import response_columns, row_ids, silo_columns
-from secure_fvi.runs.options import LIKELIHOODS, build, named
+from secure_fvi.runs.options import LIKELIHOODS, build, chosen, named
 from secure_fvi.runs.records import read_table
 
 _log = logging.getLogger(__name__)
@@ -539,8 +539,15 @@ class ServerColumns:
         self.digest, self._path = hashlib.sha256(path.read_bytes()).digest(), path
 
     def check_allowed(self, offer: JobOffer, home: Home) -> None:
-        """Whether this site's own policy and ledger let it tell silos of the response. Raises PolicyError and
-        InputError. A response without a budget needs no policy where the job has no differential privacy."""
+        """Whether this site's own policy and ledger let it tell silos of the response. Raises PolicyError, and
+        InputError also for options that privacy does not allow. A response without a budget needs no policy where the
+        job has no differential privacy."""
+        privacy = chosen(offer.config)[2]
+        if privacy is not None:  # what it does not allow of the options is said before people are matched
+            where = torch.device("cpu")
+            self.algorithm.program(
+                VerticalProblem(self.likelihood, offer.silos, 1, 0, torch.float64, where, "eager", privacy)
+            )
         if self.holder is not None:
             return
         if held_by_server(offer.config):

@@ -285,7 +285,9 @@ class Config(Table):
         said = self.algorithm.options.get("response", "shared")
         if (response.silo is not None) != (said == "silos"):
             where = "lies at a silo" if response.silo is not None else "has a file of the server's (response.data)"
-            right = "'silos'" if response.silo is not None else "'shared' or 'private', or name response.silo"
+            right = "'shared' or 'private', or name response.silo"
+            if response.silo is not None:  # no silo keeps it alone
+                right = "'silos': each needs the slope at each person for its steps, which tells the label"
             raise ValueError(f"algorithm.response = '{said}': the response {where}; set {right}")
 
     def to_toml(self) -> str:

@@ -802,6 +802,8 @@ def test_a_server_tells_of_a_response_what_its_policy_and_ledger_allow(world: Wo
             return str(error)
         return ""
 
+    steps = {**GUARDED, "algorithm": {**VERTICAL, "response": "shared", "local_steps": 2}}
+    assert "local_steps = 2 is not available under privacy" in said(ColumnsJob(world, tmp_path, False, **steps))
     job = ColumnsJob(world, tmp_path, allow=False, **GUARDED)
     assert "policy init" in said(job)
     guarding(job)

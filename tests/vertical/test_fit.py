@@ -264,7 +264,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match="needs z integrated out, which a Categorical likelihood cannot be"):
         sf.fit(sf.Columns(Categorical(2), y), columns, Vertical(response="silos"))
     privacy = sf.RecordDP(epsilon=1.0, delta=1e-5, clipping_norm=1.0)
-    with pytest.raises(InputError, match="would have no noise; use response = 'shared'"):
+    with pytest.raises(InputError, match="would have no noise; use response = 'private' or 'shared'"):
         sf.fit(sf.Columns(Bernoulli(), y), columns, Vertical(response="silos"), privacy=privacy)
     with pytest.raises(InputError, match="belong together"):
         Vertical(participation=0.5)

@@ -132,7 +132,7 @@ class RunShape:
         if private and not self.server_knows:
             raise InputError(
                 "response = 'silos' is not available under privacy, as what silos tell of gamma would have no noise; "
-                "use response = 'shared'"
+                "use response = 'private' or 'shared', with the response at the server"
             )
         with_z = _WITH_Z if self.server_knows else ", whether its own parameters or gamma still drift"
         what = {
