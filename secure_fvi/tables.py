@@ -194,7 +194,12 @@ def read_coded(
     be left. So a record follows from its own row, or counts as nothing, and no refusal tells of it.
     """
     found = check_table(files, dictionary, query, only, memory, seconds, spoilt is not None, columns)
-    return _unspoilt(found, missing, spoilt) if spoilt is not None else _fitting(found, missing, remedy(found.findings))
+    if spoilt is not None:
+        return _unspoilt(found, missing, spoilt)
+    if found.findings and not isinstance(dictionary, Dictionary):  # of numbers alone, as a table without one is read
+        lines = "; ".join(finding.line() for finding in found.findings)
+        raise DataError(f"each cell has to be a number: {lines}; fill them in, or leave those rows out of the file")
+    return _fitting(found, missing, remedy(found.findings))
 
 
 def _unspoilt(found: Coded, missing: Missing, own: str) -> Coded:

@@ -489,6 +489,17 @@ def test_a_column_of_one_person_leaves_no_gap_in_others_rows(tmp_path: Path, end
         read()
 
 
+def test_an_outcome_with_gaps_is_refused_by_rows_and_a_remedy_that_is_there(tmp_path: Path) -> None:
+    """A table of a vertical job has no dictionary, so that no option leaves its rows out. The control has no gap."""
+    file = tmp_path / "t.csv"
+    for cells, words in (("1", ""), ("", "column 'died': a gap in 1 row (2); fill them in, or leave"), ("no", "(2)")):
+        file.write_text(f"person,died\na b,0\nc  d,{cells}\n")
+        with nullcontext() if not words else pytest.raises(InputError) as refused:
+            assert set(read_aligned(file, "response.data", Alignment(column="person"))[0]) == {"died"}
+        assert refused is None or words in str(refused.value)
+        assert refused is None or "each cell has to be a number" in str(refused.value)
+
+
 @pytest.mark.slow
 def test_a_private_job_is_charged_to_the_ledgers(world: World, tmp_path: Path) -> None:
     """Of a shared response: each round is two releases of each silo, its own noised gradient and its rows. One person's
