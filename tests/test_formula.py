@@ -1040,6 +1040,13 @@ def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(
     assert "sd(child) (Intercept)" in done.output
     assert "at site1: 30 rows, " in done.output
     assert "Predictive check" in done.output
+    for path, said in (
+        ("postgresql://host/db", "'postgresql' is not read: it needs a network"),
+        ("a.xlsx", "save the sheet"),
+    ):
+        (tmp_path / "a.xlsx").touch()
+        other = [*data[:-1], path if ":" in path else str(tmp_path / path)]
+        assert said in str(CliRunner().invoke(cli, [*words, *other, *quick]).exception)
     paths[1].write_text(paths[1].read_text().replace(",f,", ",q77,"))
     done = CliRunner().invoke(cli, [*words, *data, *quick])
     assert "silo 'site1' (silo[1].data): " in str(done.exception)
@@ -1357,6 +1364,18 @@ def test_one_file_is_not_given_for_two_silos(tmp_path: Path) -> None:
         else:
             with pytest.raises(InputError, match="silos 'a' and 'b' have the same data"):
                 federate(config)
+
+
+def test_a_row_that_is_not_finite_is_told_with_its_place() -> None:
+    """An exposure of 0, which the dictionary's range has. The control: an hour."""
+    rows = table()
+    whole = Dictionary({**COLUMNS, "hours": Column("number", low=0, high=9)})
+    of = glmm("count ~ age + offset(log(hours))", "poisson", dictionary=whole)
+    with pytest.raises(
+        DataError, match=r"silo 'a': 'log\(hours\)' .* in 1 of 40 rows \(the first .* used is 7\).*by a query"
+    ):
+        of.prepared({"a": {**rows, "hours": np.where(np.arange(40) == 6, 0.0, 1.0)}})
+    assert len(of.prepared({"a": {**rows, "hours": np.ones(40)}})["a"]["y"]) == 40
 
 
 def test_too_few_tables_for_a_sum_are_answered_with_what_to_type(tmp_path: Path) -> None:

@@ -128,7 +128,9 @@ def _read(
     those that cannot be read, which are left out too. own: the column of records' ids, if any."""
     query, said = (silo.query, silo.missing) if silo is not None else (None, None)
     files = _files(path, silo)
-    read_coded: Callable[..., Coded] = named(TABLES, "data", path.suffix.lower())
+    ending = path.suffix.lower()
+    # Of a file with another ending, and of no file, the reader says what to do.
+    read_coded: Callable[..., Coded] = named(TABLES, "data", ending if ending in TABLES else ".csv")
     columns = silo.columns if silo is not None else None
     with _columns_hint(query, files):
         found = read_coded(
