@@ -1419,15 +1419,16 @@ def _totals(model: MixedModel, result: Result, laid: Any, n: int, seed: int, noi
 
     schema = read_data(laid, "check", result.problem.dtype)[0].to(result.problem.device)
     problem = result.problem._replace(model=model._drawn(), schema=schema)
-    drawn = replicates(problem, result.variational, laid, n, seed, noise=noise)
-    seen = [laid["y"], *(draw["y"].cpu() for draw in drawn)]
-    return torch.stack([_added(model.of, y, laid["present"]) for y in seen])
+    drawn = (draw["y"].cpu() for draw in replicates(problem, result.variational, laid, n, seed, noise=noise))
+    if _counts(model.of):  # past 2^63 a draw comes back below 0
+        drawn = (y.masked_fill(y < 0, math.inf) for y in drawn)
+    return torch.stack([_added(model.of, y, laid["present"]) for y in (laid["y"], *drawn)])
 
 
 def _added(of: Parts, y: Tensor, present: Tensor) -> Tensor:
     """Totals of responses (N, M): rows, records, y, y^2, means of records and their squares, and rows at each of
     `_counted_places`. y: in its unit, less the dictionary's centre."""
-    y = (y * of.response.scale).to(present).expand(present.shape) * present
+    y = torch.where(present > 0, (y * of.response.scale).to(present), 0.0)
     rows, mean = present.sum(1), y.sum(1) / present.sum(1)
     counted = [((y == place) * present).sum() for place in _counted_places(of)]
     ones = torch.ones_like(mean)
@@ -1436,7 +1437,11 @@ def _added(of: Parts, y: Tensor, present: Tensor) -> Tensor:
 
 def _counted_places(of: Parts) -> range:
     """Values of the response whose rows are counted: levels of an ordinal, and 0 of a count."""
-    return range(len(of.response.levels) if of.family == "ordinal" else FAMILIES[of.family].kinds == ("integer",))
+    return range(len(of.response.levels) if of.family == "ordinal" else _counts(of))
+
+
+def _counts(of: Parts) -> bool:
+    return FAMILIES[of.family].kinds == ("integer",)
 
 
 def _checked(model: MixedModel, totals: Tensor) -> Iterator[Checked]:
@@ -1451,8 +1456,11 @@ def _checked(model: MixedModel, totals: Tensor) -> Iterator[Checked]:
     found |= {f"share of {name}": count / rows for name, count in zip(names, at, strict=False)}
     if label is not None:
         found[f"sd of means by {label}"] = (square_means / records - (means / records) ** 2).clamp(min=0).sqrt()
-    for name, (observed, *drawn) in ((name, values.double().tolist()) for name, values in found.items()):
-        low, high = np.quantile(drawn, [0.025, 0.975])
+    for name, values in found.items():
+        observed, *drawn = (
+            values.double().nan_to_num(math.inf, math.inf).tolist()
+        )  # of infinite draws sds are no number
+        low, high = np.quantile(drawn, [0.025, 0.975], method="inverted_cdf")
         larger = np.mean(np.greater(drawn, observed) + 0.5 * np.isclose(drawn, observed, rtol=1e-9))
         yield Checked(name, observed, float(np.mean(drawn)), float(low), float(high), float(larger))
 

@@ -1207,6 +1207,9 @@ def test_what_a_check_counts_is_the_tables_own(family: str) -> None:
         expected |= {"mean": y.mean()} | ({} if family == "bernoulli" else {"sd": y.std()})
     if family in ("binomial", "poisson", "negbinomial"):
         expected["share of 0"] = (y == 0).mean()
+        past = mixed_model._added(of.of, laid["y"] + math.inf, laid["present"])  # of draws that no integer holds
+        larger = {row.name: row.larger for row in mixed_model._checked(of, torch.stack([totals, totals, past]))}
+        assert (larger["mean"], larger["sd"], larger["share of 0"]) == (0.75, 0.75, 0.25)
     assert found == pytest.approx(expected)
 
 
