@@ -287,6 +287,8 @@ def remedy(findings: Iterable[Finding]) -> str:
         )
     if _UNREADABLE["date"] in found:
         return "; a date is written 2024-12-31: where a time of day follows, the first 10 characters are its day"
+    if (name := found.get(_UNREADABLE["integer"], RECORD_ID)) != RECORD_ID:
+        return f"; where '{name}' names patients or groups, that is kind = \"id\" in the dictionary"
     if _UNREADABLE["id"] in found:
         return "; write ids as text or as whole numbers"
     for what, cure in ((_OUTSIDE, "widen low or high"), (_UNREADABLE["category"], "add it to levels")):

@@ -514,6 +514,11 @@ def test_the_remedies_are_cures(folder: Path, capsys: pytest.CaptureFixture[str]
     (folder / "e.toml").write_text(f"format = 1\n{whole}")
     assert "a comma in a number in 40 rows" in run(capsys, "check", "thousands.csv", "--dictionary", "e.toml")[1]
     assert run(capsys, "check", "thousands.csv", "--dictionary", "e.toml", "--query", query)[0] == 0
+    (folder / "named.csv").write_text("y,who\n1,K-1\n2,K-2\n")
+    for kind, code in (("integer", 2), ("id", 0)):
+        (folder / "f.toml").write_text(f'format = 1\n[columns.who]\nkind = "{kind}"\n')
+        found, _, err = run(capsys, "check", "named.csv", "--dictionary", "f.toml")
+        assert (found, 'kind = "id"' in err) == (code, bool(code))
     (folder / "latin.csv").write_text("y,n\n1,Müller\n", encoding="utf-8")
     assert run(capsys, "check", "latin.csv", "--dictionary", "d.toml")[0] == 0
 
