@@ -163,6 +163,7 @@ def test_sites_answer_as_many_rounds_as_their_policies_say(
     """The server asks on. The control: silos that keep no count answer for as long as it likes."""
     if not held:
         monkeypatch.setattr(Order, "question", lambda self, message: Question(message.round, 0, 0))
+        monkeypatch.setattr(Order, "asked", lambda self, round_, phase: self.cohort(round_, phase))
         monkeypatch.setattr(Silo, "_in_order", lambda self, past, message, question: past._replace(asked=question))
     answered = 0
     with contextlib.suppress(ProtocolError):
