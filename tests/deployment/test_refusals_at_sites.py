@@ -78,6 +78,7 @@ from secure_fvi.errors import (
     SessionLost,
 )
 from secure_fvi.federated_model import Schema
+from secure_fvi.guarding import Guards
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row
 from secure_fvi.privacy.ledger_terms import LEDGER, Budget
@@ -537,7 +538,9 @@ def test_a_server_is_one_and_is_the_one_that_was_meant(world: World, tmp_path: P
 def test_a_server_that_loses_all_sessions_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     hub, told = Hub.__new__(Hub), []
     vars(hub).update(
-        offer=types.SimpleNamespace(job="j"), _trail=types.SimpleNamespace(note=lambda *row: told.append(row))
+        offer=types.SimpleNamespace(job="j"),
+        _trail=types.SimpleNamespace(note=lambda *row: told.append(row)),
+        _guards=Guards({}),
     )
 
     def lost(_: Hub) -> Any:

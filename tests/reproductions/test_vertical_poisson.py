@@ -19,8 +19,9 @@ from secure_fvi_lab.experiments.vertical_poisson import (
     INTEGRATED,
     PRIVATE,
     VARIANTS,
-    Fits,
+    Effort,
     Levels,
+    fitted,
     png,
     poisson_lognormal,
 )
@@ -128,32 +129,22 @@ def test_mu_has_its_exact_conditional() -> None:
 
 
 def test_a_small_run_has_the_right_shapes() -> None:
-    fits, rows = Fits("eager", 6, 6), []
+    effort, rows = Effort(1, 1, 60, 6, 6, 1, 1, "traced"), []
     for number in range(2):
         data = model.simulate(number, 1.0, 60)
         for variant in VARIANTS if number == 0 else (PRIVATE, INTEGRATED):
-            found = fits.run(variant, data, 1.0)
-            assert found.levels.mu.shape[1:] == (model.SILOS, model.COLUMNS)
-            assert found.levels.beta.shape[1:] == (model.SILOS, model.LEVELS, model.COLUMNS)
-            assert all(bool(torch.isfinite(v).all()) for v in (*found.levels, found.fit.bounds))
-            row = vertical_poisson.row("augmented", number, variant, 1.0, data, found.levels, found.levels, 0.0, 1.0)
+            levels, found = fitted(effort, variant, data, 1.0)
+            assert levels.mu.shape[1:] == (model.SILOS, model.COLUMNS)
+            assert levels.beta.shape[1:] == (model.SILOS, model.LEVELS, model.COLUMNS)
+            assert all(bool(torch.isfinite(v).all()) for v in (*levels, found.bounds))
+            row = vertical_poisson.row("augmented", number, variant, 1.0, data, levels, levels, 0.0, 1.0)
             assert (row["mu"]["of"], row["beta"]["of"]) == (4, 20)
             rows.append(row)
     summary = vertical_poisson.summaries(rows)
     assert [(s["method"], s["data_sets"]) for s in summary][:2] == [(PRIVATE, 2), (VARIANTS[1], 1)]
     assert INTEGRATED in vertical_poisson.table({"summary": summary})
-    curves = [(PRIVATE, 1.0, found.levels.mu[:, 0, 0], found.levels.beta[:, 0, 0, 0])]
+    curves = [(PRIVATE, 1.0, levels.mu[:, 0, 0], levels.beta[:, 0, 0, 0])]
     assert is_picture(png(curves, (0.0, 0.0), (1.0,), summary))
-
-
-def test_a_lent_step_fits_the_new_data() -> None:
-    """The second data set's fit is not the first one's, and is what a step of its own would find."""
-    first, second = model.simulate(0, 1.0, 50), model.simulate(1, 1.0, 50)
-    both, alone = Fits("traced", 8, 8), Fits("traced", 8, 8)
-    before = both.run(INTEGRATED, first, 1.0).fit.mean
-    lent, own = both.run(INTEGRATED, second, 1.0).fit.mean, alone.run(INTEGRATED, second, 1.0).fit.mean
-    torch.testing.assert_close(lent, own)
-    assert float((lent - before).abs().max()) > 0.01
 
 
 def test_coverage_counts_what_lies_inside() -> None:
