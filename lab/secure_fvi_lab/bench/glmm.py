@@ -310,41 +310,40 @@ def _maximum(problem: Any, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor] | N
 def compare(family: str, sites: int, draws: int, folder: Path | None = None, seed: int = 0) -> dict[str, Any]:
     """One family at so many sites: largest error of a mean in reference sds, and ratios of sds, of fixed effects and
     group sds. `folder`: where the reference lies, or is put, and the comparison too."""
-    kept = folder / f"{family}-{sites}.json" if folder else None
+    return _once(folder, f"{family}-{sites}", lambda: _compared(family, sites, draws, folder, seed))
+
+
+def _once(folder: Path | None, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` returns, or did: each part of a cell takes minutes, and is kept as soon as it is there."""
+    kept = folder / f"{name}.json" if folder else None
     if kept and kept.exists():
         found: dict[str, Any] = json.loads(kept.read_text())
         return found
+    found = make()
+    if kept:
+        write_atomically(kept, json.dumps(found, indent=1).encode())
+    return found
+
+
+def _compared(family: str, sites: int, draws: int, folder: Path | None, seed: int) -> dict[str, Any]:
     model = glmm(formula(family), family, dictionary=dictionary(family))
     silos = tables(family, sites, seed)
-    fitted = by_fit(model, silos, seed)
-    nuts = _reference(family, silos, draws, folder)
+    fitted = _once(folder, f"fit-{family}-{sites}-{commit()}", lambda: by_fit(model, silos, seed))
+    warmup = max(200, draws // 4)
+    nuts = _once(folder, f"nuts-{family}-{sites}-{draws}", lambda: by_nuts(family, silos, draws, warmup))
     meta, failures = by_meta_analysis(model, silos)
     reference = nuts["moments"]
     chosen = [n for n in reference if n in model.of.fixed.names or n.startswith("sd(") or "|" in n]
     errors = {n: (fitted["moments"][n][0] - reference[n][0]) / reference[n][1] for n in chosen}
     ratios = {n: fitted["moments"][n][1] / reference[n][1] for n in chosen}
     theirs = {n: (m - reference[n][0]) / reference[n][1] for n, (m, _) in meta.items()}
-    found = {
+    return {
         "family": family, "sites": sites, "rows": sum(len(s["y"]) for s in silos),
         "error": max(map(abs, errors.values())), "ratio": [min(ratios.values()), max(ratios.values())],
         "errors": errors, "ratios": ratios, "fit": fitted, "nuts": nuts,
         "meta_analysis": max(map(abs, theirs.values()), default=math.nan), "meta_analysis_failures": failures,
         "machine": machine(), "commit": commit(),
     }  # fmt: skip
-    if kept:
-        write_atomically(kept, json.dumps(found, indent=1).encode())
-    return found
-
-
-def _reference(family: str, silos: list[Table], draws: int, folder: Path | None) -> dict[str, Any]:
-    kept = folder / f"nuts-{family}-{len(silos)}-{draws}.json" if folder else None
-    if kept and kept.exists():
-        found: dict[str, Any] = json.loads(kept.read_text())
-        return found
-    found = by_nuts(family, silos, draws, max(200, draws // 4))
-    if kept:
-        write_atomically(kept, json.dumps(found, indent=1).encode())
-    return found
 
 
 def time_design(rows: int, columns: int) -> dict[str, float]:
