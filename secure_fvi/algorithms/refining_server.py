@@ -758,13 +758,16 @@ def in_range(own: Part, at: Points, joint: Tensor, proposal: Tensor) -> Tensor:
         white = torch.linalg.solve_triangular(
             own.factor, torch.cat([(part.mean - own.mean)[:, None], part.factor], 1), upper=False
         )
-        mean, factor = white[:, 0], white[:, 1:]
+        mean, factor, narrowed = white[:, 0], white[:, 1:], False
         for way, (ahead, behind) in zip(ways, limits, strict=True):
             room = torch.minimum(ahead - way @ mean, behind + way @ mean) / (reach * (way @ factor).norm())
             if 0 < float(room) < 1:  # a mode beyond, as mirrors find them, is on no line that was looked at
                 factor = factor - (1 - room.clamp(min=_NARROWEST)) * torch.outer(way, way @ factor)
-        wide = own.factor @ factor
-        parts.append((share, part._replace(factor=torch.linalg.cholesky(wide @ wide.mT))))
+                narrowed = True
+        if narrowed:
+            wide = own.factor @ factor
+            part = part._replace(factor=torch.linalg.cholesky(wide @ wide.mT))
+        parts.append((share, part))
     return mixture(parts)
 
 
