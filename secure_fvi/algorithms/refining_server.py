@@ -283,17 +283,16 @@ class Refiner(refining.Refiner):
         parts = [own] if seen.apart is None else modes(self.problem, q, seen, refining.PARTS)
         if parts is None:
             return None
-        around = mixture([(1 / len(parts), part) for part in parts])
+        around, at = mixture([(1 / len(parts), part) for part in parts]), points(self.problem, q)
         state = start()._replace(around=around, seen=seen.joint, checks=converged and seen.close)
         found = around
         if not state.checks and len(parts) == 1:
-            found = matched(points(self.problem, q).draws, seen.log_weights, [(1.0, own)], twins=2)
-        return state._replace(proposal=self._asked(state, q, found, around))
+            found = matched(at.draws, seen.log_weights, [(1.0, own)], twins=2)
+        return state._replace(proposal=self._asked(state, q, at, found, around))
 
-    def _asked(self, state: Refining, q: Natural, proposal: Tensor, instead: Tensor) -> Tensor:
+    def _asked(self, state: Refining, q: Natural, at: Points, proposal: Tensor, instead: Tensor) -> Tensor:
         """What is asked for: the proposal, so narrow that no draw should be out of range, or what stands in for it
         where a silo would not answer."""
-        at = points(self.problem, q)
         tried = (in_range(q_part(q), at, state.seen, each) for each in (proposal, instead))
         return next((each for each in tried if allowed(self.problem, q, each)), instead)
 
@@ -317,16 +316,16 @@ class Refiner(refining.Refiner):
             scouts = told_scouts(at, state.seen)
             state = state._replace(z=scouts.z, joint=scouts.joint)
         state = state._replace(
-            proposals=made[None] if first else torch.cat([state.proposals, made[None]]),
-            z=torch.cat([state.z, z]) if len(state.z) else z,
-            joint=torch.cat([state.joint, joint]) if len(state.z) else joint,
-            other=other if first else torch.cat([state.other, other]),
+            proposals=torch.cat([state.proposals, made[None]]),
+            z=torch.cat([state.z, z]),
+            joint=torch.cat([state.joint, joint]),
+            other=torch.cat([state.other, other]),
             at_mean=float(nats[0]) if first else state.at_mean,
         )
         log_w = state.joint - log_drawn(state, at)
         if not bool(torch.isfinite(log_w).any()):
             return state._replace(lost="no draw has a likelihood")
-        found, stand = self._found(state, log_w, q, theta), self._stand_in(state, log_w, q, log_prior)
+        found, stand = self._found(state, at, log_w, q, theta), self._stand_in(state, log_w, q, log_prior)
         if stand is not None:
             found = found._replace(funnel=self._funnel(stand, state, log_w, theta))
         state = state._replace(found=found)
@@ -335,7 +334,7 @@ class Refiner(refining.Refiner):
         else:
             aim = aimed(stand.log_w, reported(self.problem, stand.z, theta))
             made_of = within(q, matched(stand.z, aim, slices(stand, refining.PARTS), refining.PARTS))
-        return state._replace(proposal=self._asked(state, q, made_of, made))
+        return state._replace(proposal=self._asked(state, q, at, made_of, made))
 
     def _stand_in(
         self, state: Refining, log_w: Tensor, q: Natural, log_prior: Callable[[Tensor], Tensor]
@@ -370,7 +369,7 @@ class Refiner(refining.Refiner):
         worst = max(by, key=lambda name: by[name] / _WITHIN[name])
         return f"{worst} that is {by[worst]:.2g} sds off" if by[worst] > _WITHIN[worst] else ""
 
-    def _found(self, state: Refining, log_w: Tensor, q: Natural, theta: Params) -> Found:
+    def _found(self, state: Refining, at: Points, log_w: Tensor, q: Natural, theta: Params) -> Found:
         weights, khat = smoothed(log_w)
         values = reported(self.problem, state.z, theta)
         mean = weights @ values
@@ -380,7 +379,6 @@ class Refiner(refining.Refiner):
         of_mean, of_sd = (float(p.square().sum(0).sqrt().max().nan_to_num(nan=math.inf)) for p in parts)
         log_q = _log_of(q_part(q), state.z)
         of_q = [float(e.abs().max()) for e in errors(values, log_w, log_q - (state.joint - log_w))]
-        at = points(self.problem, q)
         looked = self.n <= _LOOKED and len(told_scouts(at, state.seen).z) == len(at.scouts)
         moved, widened = (0.0, 1.0) if looked else self._moved(state, weights)
         return Found(

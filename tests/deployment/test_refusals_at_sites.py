@@ -701,6 +701,19 @@ def test_the_last_message_of_countersigning_opens_no_door_by_itself(world: World
             site.handle(offer.job, join)
 
 
+def _opened(hub: Home, site: Site, offer: Any, join: bytes) -> Any:
+    """The job at 'east', joined and opened."""
+    countersigned(hub, site)
+    joined = CODEC.unpack(site.handle(offer.job, join), Joined)
+    nonces = [joined.nonce if silo == "east" else bytes(32) for silo in offer.silos]
+    opening = Open(list(offer.silos), nonces, schema_digest(unpack_schema(joined.schema)), 0, b"", 3, 0)
+    site.handle(offer.job, OPEN + CODEC.pack(opening))
+    job = site._open_job(offer.job)
+    assert isinstance(job, SiteJob)
+    assert job.party is not None
+    return job
+
+
 @pytest.mark.parametrize("hid", [2, 3])
 def test_jobs_of_which_a_silo_hid_what_they_asked_are_counted(world: World, tmp_path: Path, hid: int) -> None:
     """That a number at the end of a run was too large to tell is a bit of a silo's records, job after job. After three
@@ -712,14 +725,7 @@ def test_jobs_of_which_a_silo_hid_what_they_asked_are_counted(world: World, tmp_
         data_set = offer.data_set if k < hid else "another"
         Unfit(home.state_folder / "jobs" / f"before-{k}", "east", data_set).tell("too large", hid=True)
     with closing(Site(home, Local())) as site:
-        countersigned(hub, site)
-        joined = CODEC.unpack(site.handle(offer.job, join), Joined)
-        nonces = [joined.nonce if silo == "east" else bytes(32) for silo in offer.silos]
-        opening = Open(list(offer.silos), nonces, schema_digest(unpack_schema(joined.schema)), 0, b"", 3, 0)
-        site.handle(offer.job, OPEN + CODEC.pack(opening))
-        job = site._open_job(offer.job)
-        assert isinstance(job, SiteJob)
-        assert job.party is not None
+        job = _opened(hub, site, offer, join)
         assert job.party.silo.past.failed == (hid == 3)
         if hid == 2:
             assert not job.unfit.said
@@ -738,16 +744,9 @@ def test_what_was_hidden_stays_hidden_where_sums_have_no_masks(
     hub, home = world.homes["hub"], world.homes["east"]
     for begun in (False, True):
         with closing(Site(home, Local())) as site:
-            countersigned(hub, site)
-            joined = CODEC.unpack(site.handle(offer.job, join), Joined)
-            nonces = [joined.nonce if silo == "east" else bytes(32) for silo in offer.silos]
-            opening = Open(list(offer.silos), nonces, schema_digest(unpack_schema(joined.schema)), 0, b"", 3, 0)
-            site.handle(offer.job, OPEN + CODEC.pack(opening))
-            job = site._open_job(offer.job)
-            assert isinstance(job, SiteJob)
-            assert job.party is not None
-            assert job.party.silo.hides == begun
-            job.party.silo.view.hides(True)
+            silo = _opened(hub, site, offer, join).party.silo
+            assert silo.hides == begun
+            silo.view.hides(True)
             assert UNANSWERABLE in site._trail.chain.jobs[offer.job].omissions
 
 
