@@ -56,6 +56,8 @@ _LARGEST_ERROR = 0.1
 LARGEST_KHAT = 0.7
 #: Over this one more sum is worth it.
 EASY = 0.5
+#: Sums in place of q: a proposal that misses a tail tells nothing of it, the next one is made for tails.
+_CONFIRMED = 2
 #: The effective sample size, a dimension, that a proposal's moments rest on; weights are evened out until it is so.
 _ENOUGH = 6
 #: Why some models' q stays as it is.
@@ -210,7 +212,7 @@ class Refining(NamedTuple):
     @property
     def done(self) -> bool:
         """Whether no more sums are worth it."""
-        enough = self.found.easy or (self.checks and self.found.agrees)
+        enough = (self.found.easy and self.sums >= _CONFIRMED) or (self.checks and self.found.agrees)
         most = refining.MORE if self.found.hopeful and not self.sound else refining.SUMS
         return bool(self.lost) or self.sums >= most or (self.sound and enough)
 
@@ -291,9 +293,11 @@ class Refiner(refining.Refiner):
         return state._replace(proposal=self._asked(state, q, at, found, around))
 
     def _asked(self, state: Refining, q: Natural, at: Points, proposal: Tensor, instead: Tensor) -> Tensor:
-        """What is asked for: the proposal, so narrow that no draw should be out of range, or what stands in for it
-        where a silo would not answer."""
-        tried = (in_range(q_part(q), at, state.seen, each) for each in (proposal, instead))
+        """What is asked for: the proposal, so narrow that no draw should be out of range; where a silo would not answer
+        it, that drawn in to what it does, or what stands in for it: the last proposal once more learns nothing of a
+        tail."""
+        drawn_in = within(q, proposal, torch.cat([*at.lines, at.scouts]))
+        tried = (in_range(q_part(q), at, state.seen, each) for each in (proposal, drawn_in, instead))
         return next((each for each in tried if allowed(self.problem, q, each)), instead)
 
     def step(
@@ -730,15 +734,18 @@ def _curved(log_prior: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[T
     return at
 
 
-def within(q: Natural, proposal: Tensor) -> Tensor:
-    """A proposal with its normals no farther from q, no wider and no narrower than a silo answers."""
+def within(q: Natural, proposal: Tensor, told: Tensor | None = None) -> Tensor:
+    """A proposal with its normals no farther from q, or from the nearest of points (m, n) of the final sum, no wider
+    and no narrower than a silo answers."""
     own, parts = q_part(q), []
+    places = own.mean[None] if told is None else torch.cat([own.mean[None], told])
     for share, part in unmixed(proposal, q.n):
         left, by, _ = torch.linalg.svd(torch.linalg.solve_triangular(own.factor, part.factor, upper=False))
         most = refining.LIKE_Q * _INSIDE
         wide = own.factor @ left * by.clamp(1 / most, most)
-        far = float(sds_from([own], part.mean[None]))
-        mean = own.mean + min(1.0, refining.FROM_Q * _INSIDE / far) * (part.mean - own.mean)
+        at = places[sds_from([part._replace(factor=own.factor)], places).argmin()]
+        far = float(sds_from([own._replace(mean=at)], part.mean[None]))
+        mean = at + (part.mean - at) / max(1.0, far / (refining.FROM_Q * _INSIDE))
         parts.append((share, Part(mean, torch.linalg.cholesky(wide @ wide.mT))))
     return mixture(parts)
 

@@ -951,7 +951,7 @@ def test_draws_follow_from_all_that_the_broadcast_says() -> None:
     assert torch.equal(draws, again.refiner.draws(message))
     assert len(draws) == DRAWS
     nudged = {**message.tensors, PROPOSAL: message.tensors[PROPOSAL] + 1e-12}
-    other = message._replace(tensors=nudged), message._replace(scalars={ITERATION: 2.0})
+    other = message._replace(tensors=nudged), message._replace(scalars={ITERATION: message.scalars[ITERATION] + 1})
     q = message._replace(tensors={**message.tensors, "q": message.tensors["q"] * (1 + 1e-12)})
     for changed in (*other, q):
         assert float((program.refiner.draws(changed) - draws).abs().median()) > 0.1 * float(exact.stddev().min())
