@@ -333,7 +333,8 @@ def _form(about: Mapping[str, Any], name: str) -> str:
             without = f"replace(regexp_replace({_name(name)}, '[^{keep}]', '', 'g'), ',', '.')"
             return f"numbers with {mark} between thousands: take them out {_by_query(name, without)}"
     if about["other_days"] and about["other_days"] + about["days"] == cells:
-        return "dates in another form: write them as 2024-12-31 in a query"
+        taken = _by_query(name, f"CAST(strptime({_name(name)}, '%d.%m.%Y') AS DATE)")
+        return f"dates in another form: take them {taken}, which is of 31.12.2024; of 12/31/2024 write '%m/%d/%Y'"
     if about["times"] == cells:
         first = f"left(CAST({_name(name)} AS VARCHAR), 10)"
         day = _by_query(name, first)

@@ -44,8 +44,9 @@ def fit(
     """
     from secure_fvi.runs.config import override, parse
 
-    names = [f.stem for f in files]
-    ids = names if len(set(names)) == len(names) else [f"site-{k + 1}" for k in range(len(names))]
+    numbered = [f"site-{k + 1}" for k in range(len(files))]
+    named = ([f.stem for f in files], [f.absolute().parent.name for f in files], numbered)
+    ids = next(names for names in named if len(set(names)) == len(names))
     model = {name: str(given.pop(name)) for name in ("formula", "family", "dictionary")}
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items() if value}
     if len(queries) not in (0, 1, len(files)):

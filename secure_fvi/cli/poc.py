@@ -277,15 +277,16 @@ def _lay_out(folder: Path, tables: dict[str, str], sites: dict[str, Path], model
 
 
 def _names(files: Sequence[Path]) -> dict[str, Path]:
-    """Tables by site: each is called as its file is, where that can be. Raises InputError for one that is not there."""
+    """Tables by site: each is called as its file is, or its folder, where that can be. Raises InputError for a file
+    that is not there."""
     from secure_fvi.deployment.names import check_id
 
     if gone := [path for path in files if not path.is_file()]:
         raise InputError(f"--data: no file '{gone[0]}'")
-    names = [path.stem for path in files]
-    with contextlib.suppress(ValueError):
-        if len({HUB, *map(check_id, names)}) == len(names) + 1:
-            return dict(zip(names, files, strict=True))
+    for names in ([path.stem for path in files], [path.absolute().parent.name for path in files]):
+        with contextlib.suppress(ValueError):
+            if len({HUB, *map(check_id, names)}) == len(names) + 1:
+                return dict(zip(names, files, strict=True))
     return {f"site-{k + 1}": path for k, path in enumerate(files)}
 
 
@@ -396,7 +397,9 @@ class _Machines:
         self._folder = folder
         self._started: list[subprocess.Popen[str]] = []
         self._silos: dict[str, subprocess.Popen[str]] = {}
-        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("SECURE_FVI_")} | SETTINGS
+        # Several processes on one machine's cores: a second thread in each would wait for the others'.
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("SECURE_FVI_")}
+        self._environment = {"OMP_NUM_THREADS": "1", **kept, **SETTINGS}
 
     def __enter__(self) -> _Machines:
         self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -228,6 +228,11 @@ def test_what_a_draft_says_to_write_is_a_cure(folder: Path, capsys: pytest.Captu
     query = f"SELECT * {again} ({typed})"
     assert read_coded(folder / "w.csv", Dictionary({"a": Column("number")}), query).columns["a"][0] == 8.5
     assert "take them apart" in drafted["b"].review
+    (folder / "days.csv").write_text("day\n31.12.2024\n01.02.2023\n")
+    run(capsys, "describe", "days.csv", "--output", "days.toml")
+    query = re.findall("SELECT .* FROM data", read_dictionary(folder / "days.toml")["day"].review)[0]
+    coded = read_coded(folder / "days.csv", Dictionary({"day": Column("date")}), query)
+    assert [str(np.datetime64(int(day), "D")) for day in coded.columns["day"]] == ["2024-12-31", "2023-02-01"]
 
 
 def test_what_a_draft_can_only_guess_is_left_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ import pytest
 from click.testing import CliRunner
 
 from secure_fvi.cli import cli, main
-from secure_fvi.cli.poc import HUB, NAMES, SETTINGS, Handed, Typed, _Machines, plan
+from secure_fvi.cli.poc import HUB, NAMES, SETTINGS, Handed, Typed, _Machines, _names, plan
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now
 from secure_fvi.errors import InputError, ProtocolError
@@ -170,6 +170,16 @@ def test_tables_of_ones_own(tmp_path: Path, tables: list[str], typed: list[Any])
     assert (job.seed, [s.id for s in job.silo], job.model.options) == (7, list(OWN), {"most": {"rows": 3}})
     assert (folder / "two" / "two.csv").read_text() == (tmp_path / "two.csv").read_text()
     assert [s.line for s in typed if isinstance(s, Typed) and "allow" in s.line][-1].split()[-2] == "three.csv"
+
+
+def test_files_of_one_name_are_called_as_their_folders(tmp_path: Path) -> None:
+    """The control: of one folder they are numbered."""
+    files = [tmp_path / where / "stays.csv" for where in ("north", "east", "south")]
+    for file in (*files, tmp_path / "north" / "stays.parquet"):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    assert _names(files) == dict(zip(("north", "east", "south"), files, strict=True))
+    assert list(_names([*files, tmp_path / "north" / "stays.parquet"])) == [f"site-{k}" for k in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("how", [["--missing", "drop"], ["--set", "model.options.missing=drop"]])
