@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -28,86 +23,29 @@ pytest.importorskip("nvflare")
 from secure_fvi.checkpoints import latest_round
 from secure_fvi.engines import flare_kits
 from secure_fvi.errors import SecureFVIError, SecureFVIWarning
+from secure_fvi_lab.bench.flare import ADMIN, HUB, JOB_AT_SERVER, JOB_AT_SITE, SERVER, SITE, Flare, campaign
 
 pytestmark = pytest.mark.slow
-ADMIN = "admin@example.org"
 FLARE = {"kind": "flare"}
 
 
-class Processes:
+class Processes(Flare):
     """FLARE's processes of one consortium, each with a log in `folder`."""
 
     def __init__(self, world: World, folder: Path) -> None:
-        self.world, self.folder = world, folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        assert world.roster is not None
-        (folder / "project.yml").write_text(flare_kits.project(world.roster, "localhost", port, ADMIN))
-        provision = [str(Path(sys.executable).with_name("nvflare")), "provision", "-p", str(folder / "project.yml")]
-        subprocess.run([*provision, "-w", str(folder / "kits"), "--force"], check=True, stdout=subprocess.DEVNULL)
-        self.kits = next((folder / "kits").glob("*/prod_00"))
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        super().__init__(world.homes, folder)
+        self.world = world
 
-    def start(self, name: str) -> None:
-        main = [sys.executable, "-c", "from secure_fvi.cli import main; main()"]
-        command = [
-            *main,
-            "flare",
-            "start",
-            str(self.kits / name),
-            "--home",
-            str(self.world.homes[name].path),
-            "--repeatable",
-        ]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=variables, cwd=self.folder)
-
-    def pids(self, name: str, module: str) -> list[int]:
-        """The processes of one member that run FLARE's `module`, such as client.worker_process."""
-        found = subprocess.run(
-            ["pgrep", "-f", f"{module} -m {flare_kits.workspace_of(self.world.homes[name])} "],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        pids = [int(n) for n in found.stdout.split()]
-        return [n for n in pids if "python" in Path(f"/proc/{n}/exe").readlink().name]  # not the fence
-
-    def kill(self, name: str, module: str) -> int:
-        """How many of them there were."""
-        found = self.pids(name, module)
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return len(found)
-
-    def launch(self, job: Job, out: str = "remote") -> list[str]:
-        """The job to its end: what the launcher said."""
-        said: list[str] = []
-        flare_kits.launch(self.world.homes["hub"], job.path, job.folder / out, self.kits / ADMIN, say=said.append)
-        return said
-
-    def close(self) -> None:
-        for process in self.running.values():
-            process.kill()
-            process.wait()
-        found = subprocess.run(["pgrep", "-f", str(self.world.root)], capture_output=True, text=True, check=False)
-        for pid in found.stdout.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+    def run(self, job: Job) -> list[str]:
+        return self.launch(job.path, job.folder / "remote")
 
 
 @pytest.fixture(scope="module")
 def flare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("flare")
-    found = Processes(new_world(folder / "world", holder=True), folder)
-    try:
-        for name in ("hub", *SILOS, HOLDER):
-            found.start(name)
+    with Processes(new_world(folder / "world", holder=True), folder) as found:
+        found.start(HUB, *SILOS, HOLDER)
         yield found
-    finally:
-        found.close()
 
 
 def _posterior(job: Job) -> bytes:
@@ -136,7 +74,7 @@ def _local(job: Job) -> bytes:
 def test_flare_gives_the_posterior_of_one_process(flare: Processes, tmp_path: Path, tables: Any) -> None:
     """`pytest -s` prints what a round of three exchanges takes once all are at work."""
     job = Job(flare.world, tmp_path, engine=FLARE, **tables)
-    flare.launch(job)
+    flare.run(job)
     rounds = [json.loads(line) for line in (tmp_path / "remote" / "metrics.jsonl").read_text().splitlines()]
     if len(rounds) > 1:
         first, last = rounds[0], rounds[-1]
@@ -148,10 +86,10 @@ def test_flare_gives_the_posterior_of_one_process(flare: Processes, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("east", "client.worker_process"),
-        ("north", "client.client_train"),
-        ("hub", "server.runner_process"),
-        ("hub", "server.server_train"),
+        ("east", JOB_AT_SITE),
+        ("north", SITE),
+        (HUB, JOB_AT_SERVER),
+        (HUB, SERVER),
     ],
 )
 def test_killed_processes_come_back_by_themselves(flare: Processes, tmp_path: Path, name: str, module: str) -> None:
@@ -168,11 +106,18 @@ def test_killed_processes_come_back_by_themselves(flare: Processes, tmp_path: Pa
 
     killer = threading.Thread(target=kill)
     killer.start()
-    said = flare.launch(job)
+    said = flare.run(job)
     killer.join()
     assert killed == [1]
     assert any("goes on after round" in line for line in said), said
     assert _posterior(job) == _local(job)
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """Two of each process: `secure-fvi bench kills --engine flare --kills 20` does more."""
+    found = campaign(tmp_path / "kills", 2, seed=1)
+    assert not found["faults"]
+    assert [row["kills"] for row in found["kills"]] == [2, 2, 2, 2]
 
 
 def _foreign(flare: Processes, tmp_path: Path, at_site: dict[str, Any], code: str = "") -> str:

@@ -185,6 +185,13 @@ def coverage(fits: int, seed: int) -> Finding:
 )
 @click.option("--seed", default=1, show_default=True, help="Of moments and victims.")
 @click.option("--kind", "kinds", multiple=True, help="Jobs of this kind alone; may be repeated.")
+@click.option(
+    "--engine",
+    type=click.Choice(["stream", "flare"]),
+    default="stream",
+    show_default=True,
+    help="flare: --kills of each of FLARE's processes, of the job and its parent, at a site and at the server.",
+)
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep all parties' folders in this one, which is new.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.pass_context
@@ -195,6 +202,7 @@ def kills(
     on_loss: str,
     seed: int,
     kinds: tuple[str, ...],
+    engine: str,
     folder: Path | None,
     as_json: bool,
 ) -> None:
@@ -205,7 +213,7 @@ def kills(
     """
     from secure_fvi_lab.bench.kills import command
 
-    if not command(as_json, kills, on_loss, seed, kinds, folder, each):
+    if not command(as_json, kills, on_loss, seed, kinds, folder, each, engine):
         context.exit(1)
 
 

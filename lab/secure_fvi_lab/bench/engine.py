@@ -1,8 +1,9 @@
-"""A round of SFVI by what carries it: all parties in one process, or three silo processes behind mutual TLS.
+"""A round of SFVI by what carries it: all parties in one process, three silo processes behind mutual TLS, or NVIDIA FLARE
+where it is installed.
 
-Beside it, in the same run, a bare gRPC round trip: streams to three processes that send back as many bytes as the silos
-did, without our framing, logs or state. Each carrier's steady state counts, without the rounds in which functions are
-traced. What the processes use of the processors is told beside the time, which other work on the machine lengthens.
+Beside it, in the same run, bare gRPC and bare FLARE: round trips to three processes that send back as many bytes as the
+silos did, without our framing, logs or state. Each carrier's steady state counts, without the rounds in which functions
+are traced. What the processes use of the processors is told beside the time, which other work on the machine lengthens.
 """
 
 from __future__ import annotations
@@ -16,27 +17,34 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import torch
 
+from secure_fvi.checkpoints import latest_round
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.serving import Hub, remote_federation
 from secure_fvi.driving import Progress
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.fitting import build_parties
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, parse
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.runs.running import execute_federation
 from secure_fvi_lab.bench.world import HUB, allow, consortium
 from secure_fvi_lab.machine import machine
+
+if TYPE_CHECKING:
+    from secure_fvi_lab.bench.flare import Flare
 
 SILOS = ("east", "north", "south")
 _WARM_UP = 50
@@ -47,40 +55,68 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{row['carrier']:10} {row['aggregation']:18} {row['exchanges']:.0f} exchanges a round   "
             f"median {row['ms_median']:7.2f} ms   p99 {row['ms_p99']:7.2f} ms   "
-            f"processors {row['ms_processors']:7.2f} ms"
+            + (f"processors {row['ms_processors']:7.2f} ms" if row["ms_processors"] is not None else "")
+            + (f"   first 30 rounds {row['first_30']:.1f} s" if row["first_30"] is not None else "")
         )
-    if "seconds" in found:
-        yield f"{found['rounds']} rounds in {found['seconds']:.0f} s, start and end of the processes included"
+    for carrier, seconds in found.get("seconds", {}).items():
+        yield f"{carrier:10} {found['rounds']} rounds in {seconds:.0f} s, start and end of the job included"
 
 
 def measure(rounds: int = 1000, compile: bool = True) -> dict[str, Any]:
     """Median and 99th percentile, in ms, of `rounds` rounds of each carrier and secure sum."""
     torch.set_num_threads(1)
-    rows = []
+    rows, sizes = [], dict[str, Sequence[tuple[int, int]]]()
     with tempfile.TemporaryDirectory() as folder:
         homes = consortium(Path(folder), SILOS)
-        for name, options in (
-            ("plain", {"kind": "plain"}),
-            ("masked, recovers", {"kind": "masked", "max_missing": 1, "max_differences": 10**6}),
-            ("masked", {"kind": "masked"}),
-        ):
+        for name, options in _SUMS.items():
             config = _config(options, rounds, compile)
             rows.append(_row("local", name, _local(config, rounds)))
             found = _stream(homes, config, Path(folder) / name)
             rows.append(_row("stream", name, found))
             rows.append(_row("bare gRPC", name, _bare(homes, found.sizes, rounds)))
+            sizes[name] = found.sizes
+        if find_spec("nvflare"):
+            rows += _flare_rows(homes, Path(folder), rounds, compile, sizes)
     return _told(rounds, compile, rows)
 
 
+def _flare_rows(
+    homes: Mapping[str, Home], folder: Path, rounds: int, compile: bool, sizes: Mapping[str, Sequence[tuple[int, int]]]
+) -> Iterator[dict[str, Any]]:
+    """Our jobs under FLARE, then FLARE alone with as many bytes."""
+    from secure_fvi_lab.bench.flare import Flare
+
+    with _flare(homes, folder / "flare") as flare:
+        for name, options in _SUMS.items():
+            found = _under_flare(flare, _config(options, rounds, compile, flare=True), folder / f"{name} by FLARE")
+            yield _row("FLARE", name, found)
+    (folder / "bare").mkdir()
+    with Flare(homes, folder / "bare") as flare:
+        flare.start_bare(HUB, *SILOS)
+        for name, of in sizes.items():
+            times = flare.bare(of, _WARM_UP + rounds)
+            yield _row("bare FLARE", name, _Steady(times[_WARM_UP:], len(of), None, first=times[:30]))
+
+
 def whole_job(rounds: int, compile: bool) -> dict[str, Any]:
-    """One masked job, unattended: seconds from the first process to the end of the last, and its rounds as above."""
+    """One masked job, unattended: seconds from the first process to the end of the last, under FLARE from its being
+    submitted to its end, and its rounds as above."""
     torch.set_num_threads(1)
+    options, seconds = {"kind": "masked"}, dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
         homes = consortium(Path(folder), SILOS)
         began = time.perf_counter()
-        found = _stream(homes, _config({"kind": "masked"}, rounds - _WARM_UP, compile), Path(folder) / "out")
-        seconds = time.perf_counter() - began
-    return {**_told(rounds, compile, [_row("stream", "masked", found)]), "seconds": seconds}
+        rows = [
+            _row("stream", "masked", _stream(homes, _config(options, rounds - _WARM_UP, compile), Path(folder) / "a"))
+        ]
+        seconds["stream"] = time.perf_counter() - began
+        if find_spec("nvflare"):
+            with _flare(homes, Path(folder) / "flare") as flare:
+                began = time.perf_counter()
+                config = _config(options, rounds - _WARM_UP, compile, flare=True)
+                rows.append(_row("FLARE", "masked", _under_flare(flare, config, Path(folder) / "b")))
+                seconds["FLARE"] = time.perf_counter() - began
+    return {**_told(rounds, compile, rows), "seconds": seconds}
 
 
 def _told(rounds: int, compile: bool, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,15 +124,25 @@ def _told(rounds: int, compile: bool, rows: list[dict[str, Any]]) -> dict[str, A
 
 
 class _Steady(NamedTuple):
-    """A job's steady rounds. sizes: of the last round's messages (down, up), by exchange; none in one process."""
+    """A job's steady rounds. sizes: of the last round's messages (down, up), by exchange; none in one process. first:
+    seconds of its first rounds, where all parties had begun before."""
 
     times: list[float]  # seconds a round
     exchanges: float  # a round
-    processors: float  # seconds of processor a round, over all processes
+    processors: float | None  # seconds of processor a round, over all processes
     sizes: Sequence[tuple[int, int]] = ()
+    first: Sequence[float] = ()
 
 
-def _config(aggregation: Mapping[str, Any], rounds: int, compile: bool = False) -> Config:
+#: Kinds of sums, by their names in the table.
+_SUMS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {"kind": "plain"},
+    "masked, recovers": {"kind": "masked", "max_missing": 1, "max_differences": 10**6},
+    "masked": {"kind": "masked"},
+}
+
+
+def _config(aggregation: Mapping[str, Any], rounds: int, compile: bool = False, flare: bool = False) -> Config:
     table = {
         "seed": 1,
         "model": {"program": "six-cities"},
@@ -104,6 +150,7 @@ def _config(aggregation: Mapping[str, Any], rounds: int, compile: bool = False) 
         "algorithm": {"name": "sfvi", "iterations": rounds + _WARM_UP},
         "aggregation": dict(aggregation),
         "run": {"compile": compile, "threads": 1},
+        **({"engine": {"kind": "flare"}} if flare else {}),
     }
     return parse(table, "bench engine")
 
@@ -116,7 +163,8 @@ def _row(carrier: str, aggregation: str, found: _Steady) -> dict[str, Any]:
         "exchanges": found.exchanges,
         "ms_median": statistics.median(ordered) * 1e3,
         "ms_p99": ordered[int(0.99 * (len(ordered) - 1))] * 1e3,
-        "ms_processors": found.processors * 1e3,
+        "ms_processors": None if found.processors is None else found.processors * 1e3,
+        "first_30": sum(found.first) if found.first else None,
         "seconds": sum(ordered),
     }
 
@@ -188,11 +236,58 @@ def _stream(homes: Mapping[str, Home], config: Config, out: Path) -> _Steady:
     return _Steady(times, exchanges, (used[1] - used[0]) / len(times), sizes[len(stamps) - 1])
 
 
+@contextlib.contextmanager
+def _flare(homes: Mapping[str, Home], folder: Path) -> Iterator[Flare]:
+    """FLARE's processes of the consortium, at work."""
+    from secure_fvi_lab.bench.flare import Flare
+
+    folder.mkdir()
+    with Flare(homes, folder) as flare:
+        flare.start(HUB, *SILOS)
+        yield flare
+
+
+def _under_flare(flare: Flare, config: Config, out: Path) -> _Steady:
+    """Run the job. Its rounds are timed by the server's log, a round from its first question to the next one's."""
+    from secure_fvi_lab.bench.flare import times
+
+    for silo in SILOS:
+        allow(flare.homes[silo], config)
+    path = out.with_suffix(".toml")
+    path.write_text(wording.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    over, used = threading.Event(), list[tuple[int, float]]()
+    folder = RunDirectory(out)
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            at = latest_round(folder.checkpoints) or 0
+            if at >= _WARM_UP:
+                used.append((at, _processor_seconds(flare.processes())))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SecureFVIWarning)
+            flare.launch(path, out)
+    finally:
+        over.set()
+        watcher.join()
+    found, exchanges = times(flare.homes[HUB].log_file, folder.read_run()["job"])
+    at_work = [(at, s) for at, s in used if at < config.algorithm.options["iterations"]]
+    (first, before), (last, after) = at_work[0], at_work[-1]
+    processors = (after - before) / (last - first) if last > first else None
+    return _Steady(found[_WARM_UP:], exchanges, processors, first=found[:30])
+
+
 def _processor_seconds(processes: list[int]) -> float:
     """What they have used so far, in all threads."""
     ticks = 0
     for process in processes:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        try:
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:  # it has ended
+            continue
         ticks += int(fields[11]) + int(fields[12])  # utime and stime, proc(5)
     return ticks / os.sysconf("SC_CLK_TCK")
 

@@ -21,6 +21,7 @@ from safetensors.torch import load
 from secure_fvi.deployment.job import silo_ids
 from secure_fvi.deployment.trail import EXCHANGE, read_exchange
 from secure_fvi.deployment.trail_verify import compare, rows, verify
+from secure_fvi.engines.flare_kits import check_flare
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import parse
@@ -35,18 +36,35 @@ _ENDED = (0, 4)  # exit codes of a job that ended, and of one that says that it 
 
 
 def command(
-    as_json: bool, kills: int, on_loss: str, seed: int, kinds: tuple[str, ...], folder: Path | None, each: bool
+    as_json: bool,
+    kills: int,
+    on_loss: str,
+    seed: int,
+    kinds: tuple[str, ...],
+    folder: Path | None,
+    each: bool,
+    engine: str = "stream",
 ) -> bool:
-    """Run the campaign and print it; whether every job was as it should."""
+    """Run the campaign and print it; whether every job was as it should. Raises InputError for what does not go
+    together, or where FLARE is missing."""
+    if engine == "flare":
+        check_flare()
+        if on_loss != "wait" or kinds or each:
+            raise InputError("--engine flare kills so many of each process of one kind of job: leave the others out")
     with tempfile.TemporaryDirectory() as made:
         root, told = folder or Path(made), lambda text: click.echo(text, err=True)
-        found = campaign(root, kills, on_loss, seed, kinds, told, each)
+        if engine == "flare":
+            from secure_fvi_lab.bench.flare import campaign as of_flare
+
+            found = of_flare(root, kills, seed, told)
+        else:
+            found = campaign(root, kills, on_loss, seed, kinds, told, each)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
         for row in found["kills"]:
             click.echo(
-                f"{row['role']:8} {row['kills']:4} kills   back after {_seconds(row['median'])} median, "
+                f"{row['role']:14} {row['kills']:4} kills   back after {_seconds(row['median'])} median, "
                 f"{_seconds(row['longest'])} at most ({row['timed']} timed)"
             )
         if each:
