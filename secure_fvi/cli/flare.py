@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from secure_fvi.cli.keys import home_option, open_home
 from secure_fvi.cli.serving import sandbox_option
+
+if TYPE_CHECKING:
+    from secure_fvi.engines.flare_kits import Scheme
 
 FILE = click.Path(path_type=Path)
 _kit = click.argument("kit", type=click.Path(path_type=Path, exists=True, file_okay=False))
@@ -24,13 +27,17 @@ def flare() -> None:
 @click.option("--host", required=True, help="The server's name or address, as sites reach it.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8002, show_default=True)
 @click.option("--admin", required=True, metavar="EMAIL", help="Who submits jobs.")
+@click.option(
+    "--scheme", type=click.Choice(["tcp", "grpc", "http"]), default="tcp", show_default=True,
+    help="What carries messages, by mutual TLS: tcp is the fastest, http is for sites behind proxies.",
+)  # fmt: skip
 @click.option("--out", required=True, type=FILE, help="File for `nvflare provision -p`.")
-def project(home: Path, host: str, port: int, admin: str, out: Path) -> None:
+def project(home: Path, host: str, port: int, admin: str, scheme: Scheme, out: Path) -> None:
     """Write what FLARE's own provisioning reads, from the roster in force: each member under its own name."""
     from secure_fvi.deployment.names import now, write_bytes
     from secure_fvi.engines.flare_kits import project as text
 
-    write_bytes(out, text(open_home(home).roster(now()), host, port, admin).encode())
+    write_bytes(out, text(open_home(home).roster(now()), host, port, admin, scheme).encode())
     click.echo(f"next: nvflare provision -p {out} -w kits --force; then give each member its folder below kits")
 
 

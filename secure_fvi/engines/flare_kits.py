@@ -328,8 +328,12 @@ def command(kit: Path, home: Home) -> list[str]:
     return [*run, "-m", str(workspace.resolve()), "-s", at, "--set", *own]
 
 
-def project(roster: ConsortiumRoster, host: str, port: int, admin: str) -> str:
-    """What `nvflare provision -p` reads: the roster's members under their own names, and one administrator."""
+Scheme = Literal["tcp", "grpc", "http"]
+
+
+def project(roster: ConsortiumRoster, host: str, port: int, admin: str, scheme: Scheme = "tcp") -> str:
+    """What `nvflare provision -p` reads: the roster's members under their own names, and one administrator. scheme: of
+    what carries messages, by mutual TLS; "http" for sites behind proxies."""
     people: list[dict[str, Any]] = [{"name": admin, "type": "admin", "org": "consortium", "role": "project_admin"}]
     for member in (m for role in ROLES for m in roster.of_role(role)):
         if member.role == "server":
@@ -346,7 +350,7 @@ def project(roster: ConsortiumRoster, host: str, port: int, admin: str) -> str:
     impl = "nvflare.lighter.impl"
     builders: list[dict[str, Any]] = [
         {"path": f"{impl}.workspace.WorkspaceBuilder", "args": {"template_file": ["master_template.yml"]}},
-        {"path": f"{impl}.static_file.StaticFileBuilder", "args": {"config_folder": "config"}},
+        {"path": f"{impl}.static_file.StaticFileBuilder", "args": {"config_folder": "config", "scheme": scheme}},
         {"path": f"{impl}.cert.CertBuilder"},
         {"path": f"{impl}.signature.SignatureBuilder"},
     ]

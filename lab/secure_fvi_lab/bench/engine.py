@@ -1,5 +1,5 @@
-"""A round of SFVI by what carries it: all parties in one process, three silo processes behind mutual TLS, or NVIDIA FLARE
-where it is installed.
+"""A round of SFVI by what carries it: all parties in one process, three silo processes behind mutual TLS, or NVIDIA
+FLARE where it is installed.
 
 Beside it, in the same run, bare gRPC and bare FLARE: round trips to three processes that send back as many bytes as the
 silos did, without our framing, logs or state. Each carrier's steady state counts, without the rounds in which functions
@@ -87,8 +87,8 @@ def _flare_rows(
     from secure_fvi_lab.bench.flare import Flare
 
     with _flare(homes, folder / "flare") as flare:
-        for name, options in _SUMS.items():
-            found = _under_flare(flare, _config(options, rounds, compile, flare=True), folder / f"{name} by FLARE")
+        for at, (name, options) in enumerate(_SUMS.items()):
+            found = _under_flare(flare, _config(options, rounds, compile, flare=True), folder / f"flare-{at}")
             yield _row("FLARE", name, found)
     (folder / "bare").mkdir()
     with Flare(homes, folder / "bare") as flare:

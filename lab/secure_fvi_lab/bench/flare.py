@@ -33,6 +33,7 @@ from nvflare.apis.signal import Signal
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.home import Home
+    from secure_fvi.engines.flare_kits import Scheme
 
 ADMIN, HUB = "admin@example.org", "hub"
 #: FLARE's processes of a member: of one job, and the parent that starts them.
@@ -46,7 +47,7 @@ _TOPIC, _REPLY = "bare", 15.0
 class Flare:
     """FLARE's processes of one consortium, each with a log in `folder`, which are killed when it is left."""
 
-    def __init__(self, homes: Mapping[str, Home], folder: Path) -> None:
+    def __init__(self, homes: Mapping[str, Home], folder: Path, scheme: Scheme = "tcp") -> None:
         from secure_fvi.deployment.names import now
         from secure_fvi.engines import flare_kits
 
@@ -54,7 +55,7 @@ class Flare:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         roster = homes[HUB].roster(now())
-        (folder / "project.yml").write_text(flare_kits.project(roster, "localhost", port, ADMIN))
+        (folder / "project.yml").write_text(flare_kits.project(roster, "localhost", port, ADMIN, scheme))
         provision = [str(Path(sys.executable).with_name("nvflare")), "provision", "-p", str(folder / "project.yml")]
         subprocess.run([*provision, "-w", str(folder / "kits"), "--force"], check=True, stdout=subprocess.DEVNULL)
         self.kits = next((folder / "kits").glob("*/prod_00"))
@@ -81,6 +82,10 @@ class Flare:
         for name in names:
             module, at = (SERVER, "fed_server.json") if name == HUB else (SITE, "fed_client.json")
             own = ["secure_train=true", f"uid={name}", "org=consortium", "config_folder=config"]
+            local = self.kits / name / "local"
+            resources = json.loads((local / "resources.json.default").read_text())
+            resources["class_allow_list"] += [f"{__name__}.BareController", f"{__name__}.BareExecutor"]
+            (local / "resources.json").write_text(json.dumps(resources))
             where = ["-m", str(self.kits / name), "-s", at, "--set", *own]
             self._run(name, ["-u", "-m", f"nvflare.private.fed.app.{module}", *where])
 
