@@ -16,6 +16,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -138,8 +139,9 @@ class Flare:
         """Seconds of each of `rounds` rounds of exchanges of so many bytes (down, up) with all sites."""
         from secure_fvi.engines import flare_kits
 
-        sites, found = [name for name in self.running if name != HUB], self.folder / "bare.json"
-        definition = flare_kits.job_folder(self.folder, "bare", sites)
+        sites = [name for name in self.running if name != HUB]
+        place = Path(tempfile.mkdtemp(prefix="bare-", dir=self.folder))
+        definition, found = flare_kits.job_folder(place, "bare", sites), place / "seconds.json"
         config = definition / "app" / "config"
         args = {"sizes": [list(s) for s in sizes], "rounds": rounds, "out": str(found)}
         workflow = {"id": "bare", "path": f"{__name__}.BareController", "args": args}
@@ -232,9 +234,9 @@ def times(log: Path, job: str) -> tuple[list[float], float]:
                 if seen.step == "broadcast":
                     asked.setdefault(seen.sent.digest, row.time)
     stamps = sorted(asked.values())
-    half = stamps[len(stamps) // 2]
-    late = max(sum(half <= at < stamps[-1] for at in of) for of in exchanges.values())
-    return [(b - a) / 1e6 for a, b in itertools.pairwise(stamps)], late / sum(half <= at < stamps[-1] for at in stamps)
+    half = stamps[len(stamps) // 2 :]
+    late = max(sum(half[0] <= at < half[-1] for at in of) for of in exchanges.values())
+    return [(b - a) / 1e6 for a, b in itertools.pairwise(stamps)], late / max(1, len(half) - 1)
 
 
 # ---- Kills ----
