@@ -471,7 +471,7 @@ class Program:
         nu = pyro.sample("nu", dist.Gamma(*(like + a for a in _NU)))
         return Given(
             lambda eta, data: dist.StudentT(nu, eta, sigma),
-            lambda eta, y, data: -0.5 * (nu + 1) * ((y - eta) ** 2 / (nu * sigma**2)).log1p(),
+            lambda eta, y, data: -0.5 * (nu + 1) * (1 + (y - eta) ** 2 / (nu * sigma**2)).log(),
             lambda eta, y, data: student_slopes(eta, y, sigma, nu),
             MORE_STEPS,
             sigma**-2,
@@ -1560,8 +1560,19 @@ class Given(NamedTuple):
     flat: bool = False  # whether it is all but level far from y, so that a step from there leads nowhere
 
 
+#: From where on e^-x is as nothing.
+_LINEAR = 30.0
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), to 1e-13. Of exp and log PyTorch works out several numbers at once, of log1p, and so of its own
+    softplus and logsigmoid, one: that takes ten times as long."""
+    low = x.clamp(max=_LINEAR)
+    return (1 + low.exp()).log() + (x - low)
+
+
 def binomial_kernel(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> Tensor:
-    return y * eta - data.get("trials", 1.0) * torch.nn.functional.softplus(eta)
+    return y * eta - data.get("trials", 1.0) * _softplus(eta)
 
 
 def binomial_slopes(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -1570,7 +1581,7 @@ def binomial_slopes(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> tuple[Te
 
 
 def count_kernel(eta: Tensor, y: Tensor, shape: Tensor) -> Tensor:
-    return y * eta - (y + shape) * torch.nn.functional.softplus(eta - shape.log())
+    return y * eta - (y + shape) * _softplus(eta - shape.log())
 
 
 def count_slopes(eta: Tensor, y: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
@@ -1597,7 +1608,7 @@ def _ends(cuts: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def ordinal_kernel(eta: Tensor, y: Tensor, cuts: Tensor) -> Tensor:
     low, high = _ends(cuts, y)
-    return torch.nn.functional.logsigmoid(eta - low) + torch.nn.functional.logsigmoid(high - eta)
+    return -_softplus(low - eta) - _softplus(eta - high)
 
 
 def ordinal_slopes(eta: Tensor, y: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
@@ -1626,17 +1637,27 @@ def marginal(
     eta, y, present (N, M); design (N, M, d). most: nodes of an effect, at most. Centre and width only say where nodes
     lie: no gradient goes through them.
     """
-    size = design.shape[-1]
-    weights = torch.where(present > 0, data.get("weights", torch.ones_like(present)), torch.zeros_like(present))
+    size, here = design.shape[-1], present > 0
+    weights = torch.where(here, data.get("weights", torch.ones_like(present)), torch.zeros_like(present))
+    eta, y = torch.where(here, eta, torch.zeros_like(eta)), torch.where(here, y, torch.zeros_like(y))
+    design = torch.where(here.unsqueeze(-1), design, torch.zeros_like(design))
     centre, width = _around(_Rows(eta.detach(), design.detach(), y, weights, data, given))
     x, log_w = _nodes(size, min(most, FEW_NODES if given.quadratic else NODES[size]), eta)
     eps = centre.unsqueeze(-2) + (width.unsqueeze(-3) * x.unsqueeze(-2)).sum(-1)  # (N, Q, d)
-    moved = eta.unsqueeze(-2) + (design.unsqueeze(-3) * eps.unsqueeze(-2)).sum(-1)  # (N, Q, M)
-    spread = {name: value.unsqueeze(-2) if name in ADDITIONS else value for name, value in data.items()}
-    term = given.density(moved, spread).log_prob(y.unsqueeze(-2).expand(moved.shape))
-    term = (torch.where(present.unsqueeze(-2) > 0, term, torch.zeros_like(term)) * weights.unsqueeze(-2)).sum(-1)
+    # Nodes come last: a record's rows are few, and loops over them short.
+    moved = eta.unsqueeze(-1) + (design.unsqueeze(-2) * eps.unsqueeze(-3)).sum(-1)  # (N, M, Q)
+    # What no effect changes is worked out once a row, rather than at each node: logarithms of factorials, say.
+    level = torch.zeros_like(eta)
+    rest = given.density(level, data).log_prob(y) - given.kernel(level, y, data)
+    term = given.kernel(moved, y.unsqueeze(-1), _of_nodes(data)) + rest.unsqueeze(-1)
+    term = (term * weights.unsqueeze(-1)).sum(-2)
     term = term + 0.5 * (x.square().sum(-1) - eps.square().sum(-1)) + log_w
     return torch.logsumexp(term, -1) + width.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def _of_nodes(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for several values of the linear predictor of each row, along a last axis."""
+    return {name: value.unsqueeze(-1) if name in ADDITIONS else value for name, value in data.items()}
 
 
 class _Rows(NamedTuple):
@@ -1679,9 +1700,9 @@ class _Rows(NamedTuple):
         """At which of `_ALONG` times `move` (N, d) from `eps` the integrand is the largest, (N,)."""
         times = self.eta.new_tensor(_ALONG)
         at, by = (self.eta + (self.design * eps.unsqueeze(-2)).sum(-1)), (self.design * move.unsqueeze(-2)).sum(-1)
-        data = {name: value.unsqueeze(-2) if name in ADDITIONS else value for name, value in self.data.items()}
-        moved = at.unsqueeze(-2) + times.unsqueeze(-1) * by.unsqueeze(-2)  # (N, times, M)
-        found = (self.given.kernel(moved, self.y.unsqueeze(-2), data).detach() * self.weights.unsqueeze(-2)).sum(-1)
+        moved = at.unsqueeze(-1) + times * by.unsqueeze(-1)  # (N, M, times)
+        kernel = self.given.kernel(moved, self.y.unsqueeze(-1), _of_nodes(self.data)).detach()
+        found = (kernel * self.weights.unsqueeze(-1)).sum(-2)
         along = times * (move * eps).sum(-1, keepdim=True) + 0.5 * times.square() * move.square().sum(-1, keepdim=True)
         return times[(found - along).nan_to_num(nan=-math.inf).argmax(-1)]
 

@@ -34,7 +34,7 @@ from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import Laid, read_data
 from secure_fvi.formula import FAMILIES, Design, columns_of, few_records, parse
-from secure_fvi.mixed_model import Counts, MixedModel, glmm, marginal, user_draws
+from secure_fvi.mixed_model import Counts, MixedModel, _softplus, glmm, marginal, user_draws
 from secure_fvi.results import replicates
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import parse as parse_config
@@ -755,6 +755,18 @@ def densely(given: Any, eta: torch.Tensor, sd: float, y: torch.Tensor, data: dic
         at = (term > term.max() - 40).nonzero().reshape(-1)
         low, high = float(axis[max(int(at[0]) - 1, 0)]), float(axis[min(int(at[-1]) + 1, 2000)])
     return torch.logsumexp(term, 0) + torch.log(axis[1] - axis[0])
+
+
+def test_the_logarithm_of_one_and_a_power_is_right_everywhere() -> None:
+    """Value, slope and curvature, near and far from where it turns straight; the control is PyTorch's, from 20 on."""
+    x = torch.tensor([-800.0, -40.0, -1e-9, 0.0, 20.5, 29.99, 30.01, 800.0], dtype=torch.float64)
+    p = torch.sigmoid(x)
+    slope = torch.func.grad(lambda v: _softplus(v).sum())
+    curvature = torch.func.grad(lambda v: slope(v).sum())(x)
+    exact = -torch.nn.functional.logsigmoid(-x)
+    for found, right in ((_softplus(x), exact), (slope(x), p), (curvature, p * (1 - p))):
+        assert (found - right).abs().max() < 2e-13
+    assert (torch.nn.functional.softplus(x) - exact).abs().max() > 1e-9
 
 
 def quadrature_error(family: str, sd: float, base: float, **more: float) -> float:
