@@ -297,8 +297,14 @@ class Refiner(refining.Refiner):
         it, that drawn in to what it does, or what stands in for it: the last proposal once more learns nothing of a
         tail."""
         drawn_in = within(q, proposal, torch.cat([*at.lines, at.scouts]))
-        tried = (in_range(q_part(q), at, state.seen, each) for each in (proposal, drawn_in, instead))
+        prior = over_draws(self._first_log_prior, at.all.to(self.problem.device, self.problem.dtype))
+        nats = state.seen - finite(prior.to("cpu", torch.float64))
+        tried = (in_range(q_part(q), at, nats, each) for each in (proposal, drawn_in, instead))
         return next((each for each in tried if allowed(self.problem, q, each)), instead)
+
+    def _first_log_prior(self, z: Tensor) -> Tensor:
+        """As the run began: what theta has become changes no range."""
+        return self.problem.density.log_prior(z, self.problem.start.theta)
 
     def step(
         self, state: Refining, message: Broadcast, sums: Totals, q: Natural, theta: Params,
@@ -750,13 +756,14 @@ def within(q: Natural, proposal: Tensor, told: Tensor | None = None) -> Tensor:
     return mixture(parts)
 
 
-def in_range(own: Part, at: Points, joint: Tensor, proposal: Tensor) -> Tensor:
+def in_range(own: Part, at: Points, nats: Tensor, proposal: Tensor) -> Tensor:
     """A proposal with its normals so narrow along each dimension's line that no draw lies beyond where the likelihood
-    falls out of all range. joint: log p(y, z) at the final sum's points. Where it does far off, as that of counts of
-    nothing does on one side, the other side's tail is told all the same."""
-    steps, nats = lines_of(at, joint)
-    told = (nats > joint[0] - 2.0**_SAFE)[:, 1:].reshape(len(nats), 2, -1).long().cummin(2).values.sum(2)
-    limits = torch.where(told == int(steps.max()), math.inf, told.to(nats))  # (n, 2) sds of q
+    falls out of all range. nats: log p(y | z) at the final sum's points; a prior falls farther, down a funnel's neck,
+    and no silo is asked for it. Where it does far off, as that of counts of nothing does on one side, the other side's
+    tail is told all the same."""
+    steps, along = lines_of(at, nats)
+    told = (along > nats[0] - 2.0**_SAFE)[:, 1:].reshape(len(along), 2, -1).long().cummin(2).values.sum(2)
+    limits = torch.where(told == int(steps.max()), math.inf, told.to(along))  # (n, 2) sds of q
     ways = own.factor / own.factor.norm(dim=1, keepdim=True)  # (n, n) a row a line, in coordinates in which q is round
     reach, parts = _FARTHEST * max(wider(len(ways))), []
     for share, part in unmixed(proposal, len(ways)):

@@ -685,7 +685,7 @@ def test_counts_of_nothing_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _verdict(world).converged is True
     assert abs(float(_moments(world)["a"].mean) - mean) < 0.1 * sd
     assert float(_moments(world)["a"].sd) == pytest.approx(sd, rel=0.06)
-    monkeypatch.setattr(refining_server, "in_range", lambda own, at, joint, proposal: proposal)
+    monkeypatch.setattr(refining_server, "in_range", lambda own, at, nats, proposal: proposal)
     control = _final(_model(_nothing), silos, q)
     assert _verdict(control).converged is False
     assert control.state.refining.lost == refining_server.OUT_OF_RANGE

@@ -34,6 +34,7 @@ FIRST = (
     "two modes", "two camps", "probit", "negative binomial", "Gamma GLM", "Student-t regression",
     "waiting times", "censored by factor", "piecewise hazards", "autoregression, ragged", "separation",
     "a silo of zeros", "collinear columns", "raw scales", "against the prior", "an angle at its cut",
+    "shared groups of a funnel",
 )  # fmt: skip
 
 
