@@ -132,7 +132,7 @@ def main() -> None:
     core = [n for n in files if n.partition(".")[0] == "secure_fvi"]
     say("package: core and lab", list(files))
     say("core", core)
-    for folder in ("aggregation", "privacy", "models", "audits"):
+    for folder in ("aggregation", "privacy", "models", "audits", "engines", "deployment"):
         say(f"  of which {folder}", [n for n in core if n.startswith(f"secure_fvi.{folder}")])
     others = ("secure_fvi.models", "secure_fvi.audits")
     say("  without models and audits", [n for n in core if not n.startswith(others)])

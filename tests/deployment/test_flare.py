@@ -24,6 +24,7 @@ pytest.importorskip("nvflare")
 from secure_fvi.checkpoints import latest_round
 from secure_fvi.engines import flare_kits
 from secure_fvi.errors import SecureFVIError, SecureFVIWarning
+from secure_fvi_lab.bench.engine import whole_job
 from secure_fvi_lab.bench.flare import ADMIN, HUB, JOB_AT_SERVER, JOB_AT_SITE, SERVER, SITE, Flare, campaign, times
 
 pytestmark = pytest.mark.slow
@@ -130,6 +131,13 @@ def _foreign(flare: Processes, tmp_path: Path, at_site: dict[str, Any], code: st
     with flare_kits._Session(flare.kits / ADMIN) as session:
         session.submit(definition)
         return session.wait()
+
+
+def test_a_round_takes_at_most_twice_the_streams_time() -> None:
+    """Both in one run, masked; `secure-fvi bench engine --unattended 10000` is the whole job."""
+    stream, carried = whole_job(500, compile=False)["rows"]
+    assert (stream["carrier"], carried["carrier"]) == ("stream", "FLARE")
+    assert carried["ms_median"] <= 2 * stream["ms_median"]
 
 
 def test_code_in_a_job_does_not_run_at_a_site(flare: Processes, tmp_path: Path) -> None:

@@ -259,10 +259,12 @@ def _under_flare(flare: Flare, config: Config, out: Path) -> _Steady:
     folder = RunDirectory(out)
 
     def watch() -> None:
-        while not over.wait(0.5):
+        processes: list[int] = []
+        while not over.wait(2.0):  # looking for them takes the processors that are measured
             at = latest_round(folder.checkpoints) or 0
             if at >= _WARM_UP:
-                used.append((at, _processor_seconds(flare.processes())))
+                processes = processes or flare.processes()
+                used.append((at, _processor_seconds(processes)))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -275,8 +277,10 @@ def _under_flare(flare: Flare, config: Config, out: Path) -> _Steady:
         watcher.join()
     found, exchanges = times(flare.homes[HUB].log_file, folder.read_run()["job"])
     at_work = [(at, s) for at, s in used if at < config.algorithm.options["iterations"]]
-    (first, before), (last, after) = at_work[0], at_work[-1]
-    processors = (after - before) / (last - first) if last > first else None
+    processors = None
+    if at_work and at_work[-1][0] > at_work[0][0]:
+        (first, before), (last, after) = at_work[0], at_work[-1]
+        processors = (after - before) / (last - first)
     return _Steady(found[_WARM_UP:], exchanges, processors, first=found[:30])
 
 
