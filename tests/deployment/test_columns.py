@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import hashlib
 import os
-import random
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyro
 import pytest
 import torch
+from columns_run import (
+    AT_SILO,
+    MASKED,
+    MATCHED,
+    PEOPLE,
+    PLAIN,
+    SHARED,
+    SORTED,
+    TWO,
+    VERTICAL,
+    ColumnsJob,
+    aligned,
+    owned,
+    shuffled,
+    write,
+)
 from consortium_run import SILOS, Job, Sites, met
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from deployment_world import NOW, World, new_world
+from pyro.distributions import Normal
 from safetensors.torch import load_file, save
 
 from secure_fvi import columns as columns_in_process
@@ -71,7 +87,8 @@ from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast
-from secure_fvi.models.vertical_programs import load_adult
+from secure_fvi.models.vertical_poisson import SCALE, Areas, simulate
+from secure_fvi.models.vertical_programs import Data, load_adult, make_data
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.privacy.noise import KeptNoise, NoiseSource
@@ -79,94 +96,8 @@ from secure_fvi.runs.config import Alignment, Config, Model, parse
 from secure_fvi.runs.directory import read_json
 from secure_fvi.runs.options import chosen
 from secure_fvi_lab.bench.world import HUB, Parties, allow, posterior
-
-PEOPLE = 40
-VERTICAL = {"name": "vertical", "response": "private", "rounds": 8, "rho": 0.5}
-SHARED = {**VERTICAL, "response": "shared"}
-SORTED = {"column": "person", "how": "sorted"}
-MASKED, PLAIN, TWO = {"kind": "masked"}, {"kind": "plain"}, {"options": {"columns": 2}}
-
-
-def write(path: Path, header: list[str], rows: list[list[Any]]) -> None:
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
-
-
-def tables(folder: Path, people: int = PEOPLE) -> dict[str, Path]:
-    """Of each silo two columns, and the outcome, of the same people in the order of their ids."""
-    rng = torch.Generator().manual_seed(5)
-    x = torch.randn(people, 6, generator=rng).double()
-    y = torch.bernoulli(torch.sigmoid(2 * x[:, 0] - 2 * x[:, 3]), generator=rng)
-    ids = [f"P-{1000 + i}" for i in range(people)]
-    found = {s: folder / f"{s}.csv" for s in (*SILOS, "response")}
-    for j, silo in enumerate(SILOS):
-        write(
-            found[silo],
-            ["person", "a", "b"],
-            [[i, *map(float, r)] for i, r in zip(ids, x[:, 2 * j : 2 * j + 2], strict=True)],
-        )
-    write(found["response"], ["person", "died"], [[i, int(v)] for i, v in zip(ids, y, strict=True)])
-    return found
-
-
-#: The response lies at a silo, and silos alone know it.
-AT_SILO: dict[str, Any] = {
-    "response": {"silo": "east", "column": "died"},
-    "algorithm": {**VERTICAL, "response": "silos"},
-}
-
-
-def outcome_at(files: dict[str, Path], silo: str) -> None:
-    """The outcome's file becomes a column of this silo's."""
-    with files.pop("response").open(newline="") as outcome, files[silo].open(newline="") as own:
-        rows = [[*a, b[1]] for a, b in zip(csv.reader(own), csv.reader(outcome), strict=True)]
-    write(files[silo], rows[0], rows[1:])
-
-
-class ColumnsJob(Job):
-    """A vertical job over files, in a world whose policies allow it."""
-
-    def __init__(self, world: World, folder: Path, allow: bool = True, **changes: Any) -> None:
-        self.files = tables(folder)
-        table = {
-            "model": {"likelihood": "bernoulli"},
-            "partition": None,
-            "silo": [{"id": s, "data": str(self.files[s])} for s in SILOS],
-            "response": {"data": str(self.files["response"]), "column": "died"},
-            "alignment": SORTED,
-            "algorithm": VERTICAL,
-            **changes,
-        }
-        self.holder = table["response"].get("silo")
-        if self.holder is not None:
-            outcome_at(self.files, self.holder)
-        super().__init__(world, folder, allow, **table)
-
-    def allow(self, site: str, rule: dict[str, Any] | None = None, **changes: Any) -> None:
-        """rule: of the data set, beside or in place of what this job needs."""
-        if site in self.files:
-            assert self.config.alignment is not None
-            alignment = self.config.alignment.model_dump(mode="json")
-            data = {"id": "data", "path": str(self.files[site]), "alignment": alignment, "fewest": PEOPLE // 2}
-            data |= {"response": ["died"]} if site == self.holder else {}
-            data |= rule or {}
-            changes = {
-                "data": [{k: v for k, v in data.items() if v is not None}],
-                "disclosures": ["person_rows"],
-                **changes,
-            }
-        super().allow(site, **changes)
-
-
-def owned(job: Job, world: World) -> dict[str, dict[str, torch.Tensor]]:
-    """What each silo kept of its own, by silo; and that it is what one process has in the silo's file."""
-    found = {}
-    files = sorted((job.folder / "local" / "silos").glob("*.safetensors"))
-    for silo, file in zip(SILOS, files, strict=True):
-        (kept,) = (world.homes[silo].path / "results").glob("*.safetensors")
-        found[silo], alone = load_file(kept), load_file(file)
-        assert all(torch.equal(found[silo][f"own/{name}"], value) for name, value in alone.items())
-    return found
+from secure_fvi_lab.experiments.vertical_poisson import sample
+from secure_fvi_lab.references import sample_nuts
 
 
 def nothing_left(world: World) -> None:
@@ -175,36 +106,6 @@ def nothing_left(world: World) -> None:
         (folder,) = (world.homes[silo].state_folder / "jobs").iterdir()
         kept = ["cohort", "ended", "offer", "predictor", "session", "sessions"]
         assert sorted(p.name for p in folder.iterdir()) == kept
-
-
-def aligned(job: ColumnsJob, matched: Mapping[str, npt.NDArray[np.int64]]) -> bytes:
-    """The posterior of one process over the files' rows in the order in which they were matched."""
-    folder = job.folder / "aligned"
-    folder.mkdir()
-    for name, rows in matched.items():
-        with job.files[name].open(newline="") as file:
-            header, *table = csv.reader(file)
-        write(folder / f"{name}.csv", header, [[f"{at:05}", *table[row][1:]] for at, row in enumerate(rows)])
-    silos = tuple(s.model_copy(update={"data": str(folder / f"{s.id}.csv")}) for s in job.config.silo)
-    response = job.config.response
-    assert response is not None
-    if response.data is not None:
-        response = response.model_copy(update={"data": str(folder / "response.csv")})
-    alignment = Alignment(column="person", how="sorted")
-    job.config = job.config.model_copy(update={"silo": silos, "response": response, "alignment": alignment})
-    return job.local()
-
-
-def shuffled(job: ColumnsJob) -> None:
-    """Files in orders of their own, each with people that no other has, and without one that all others have; ids are
-    written in two ways."""
-    for at, path in enumerate(job.files.values()):
-        with path.open(newline="") as file:
-            header, *rows = csv.reader(file)
-        own = [[f"P-{2000 + 10 * at + i}", *rows[i][1:]] for i in range(at + 1)]
-        rows = [row for i, row in enumerate(rows) if i != at] + own
-        random.Random(at).shuffle(rows)
-        write(path, header, [[r[0].lower().replace("-", " ") if at % 2 else r[0], *r[1:]] for r in rows])
 
 
 @pytest.fixture
@@ -220,9 +121,6 @@ def matched(monkeypatch: pytest.MonkeyPatch) -> dict[str, npt.NDArray[np.int64]]
 
     monkeypatch.setattr(MatchingSilo, "alignment", seen)
     return found
-
-
-MATCHED = {"column": "person", "drop": "- "}
 
 
 @pytest.mark.usefixtures("few_draws")
@@ -560,6 +458,111 @@ def test_adult_over_five_silos_in_processes_of_their_own(tmp_path: Path) -> None
     assert 8 * batch * rounds < up < 2 * 8 * batch * rounds
 
 
+class Paper(NamedTuple):
+    """A model of the vertical paper as a job of three silos. tables: by file, a column's name and its numbers."""
+
+    model: dict[str, Any]
+    tables: dict[str, dict[str, torch.Tensor]]
+    algorithm: dict[str, Any]
+    predictor: str = ""  # a silo's own program of its columns
+
+    def job(self, world: World, folder: Path) -> ColumnsJob:
+        silos, offset = [], {"offset": "offset"} if "offset" in self.tables["response"] else {}
+        for silo in SILOS:
+            own, columns = folder / f"{silo}.py", [c for c in self.tables[silo] if c != "level"]
+            own.write_text(self.predictor.format(all=", ".join(self.tables[silo]), columns=", ".join(columns)))
+            silos.append({"id": silo, "data": str(folder / f"{silo}.csv")})
+            silos[-1] |= {"predictor": f"{own}:effect"} if self.predictor else {}
+        response = {"data": str(folder / "response.csv"), "column": "y", **offset}
+        changes = {"model": self.model, "silo": silos, "response": response, "algorithm": self.algorithm}
+        job = ColumnsJob(world, folder, **changes)
+        for name, columns_of in self.tables.items():
+            rows = zip(*(values.tolist() for values in columns_of.values()), strict=True)
+            write(job.files[name], ["person", *columns_of], [[f"P-{1000 + i}", *row] for i, row in enumerate(rows)])
+        for silo in silos if self.predictor else ():
+            job.allow(silo["id"], {"predictor": silo["predictor"]}, sandbox="off")
+        return job
+
+
+def _columns(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"c{i}": column for i, column in enumerate(x.T)}
+
+
+def paper_logistic() -> tuple[Paper, Data]:
+    data = make_data(3, 200, 6)
+    tables = {s: _columns(data.x[:, 2 * j : 2 * j + 2]) for j, s in enumerate(SILOS)} | {"response": {"y": data.y}}
+    algorithm = {**VERTICAL, "rho": 0.05, "rounds": 1000, "learning_rate": 0.05}
+    return Paper({"likelihood": "bernoulli"}, tables, algorithm), data
+
+
+def paper_poisson() -> tuple[Paper, Areas]:
+    """The first silo's columns at one site, the second one's at two."""
+    data = simulate(100, 1.0, 400)
+    parts = (data.x[0], data.x[1, :, :1], data.x[1, :, 1:])
+    tables = {s: {**_columns(x), "level": data.level} for s, x in zip(SILOS, parts, strict=True)}
+    tables["response"] = {"y": data.y, "offset": data.offset}
+    model = {"likelihood": "poisson", "options": {"intercept_scale": SCALE}}
+    algorithm = {**VERTICAL, "rho": 3**-0.5, "rounds": 800, "learning_rate": 0.05}
+    program = (
+        "import torch\n\nfrom secure_fvi.models.vertical_programs import slopes_by_level\n\n\ndef effect({all}):\n"
+        "    return slopes_by_level(torch.stack([{columns}], -1), level.long())\n"
+    )
+    return Paper(model, tables, algorithm, program), data
+
+
+def paper_heart() -> tuple[Paper, None]:
+    """Its network, weights as points but for the last layer's, over made-up columns."""
+    x = torch.randn(120, 11, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    parts = (x[:, :5], x[:, 5:8], x[:, 8:])
+    tables = {s: _columns(part) for s, part in zip(SILOS, parts, strict=True)}
+    tables["response"] = {"y": (x[:, 0] * x[:, 6] > 0).double()}
+    program = (
+        "import torch\n\nfrom secure_fvi.models.heart import split_network\n\n\ndef effect({all}):\n"
+        "    return split_network((8, 8, 2))(torch.stack([{columns}], -1))\n"
+    )
+    return Paper({"likelihood": "bernoulli"}, tables, VERTICAL, program), None
+
+
+def nuts_logistic(data: Data) -> list[torch.Tensor]:
+    """Draws of the silos' coefficients on joined columns, by silo."""
+
+    def program() -> None:
+        b = pyro.sample("b", Normal(data.x.new_zeros(()), 1.0))
+        beta = pyro.sample("beta", Normal(data.x.new_zeros(6), 1.0).to_event(1))
+        pyro.factor("y", torch.distributions.Bernoulli(logits=b + data.x @ beta).log_prob(data.y).sum())
+
+    beta = sample_nuts(program, "records", ["b", "beta"], chains=1, warmup=200, draws=800).sites["beta"].flatten(0, 1)
+    return list(beta.split(2, 1))
+
+
+def nuts_poisson(data: Areas) -> list[torch.Tensor]:
+    beta = sample(data, 1.0, 150, 400)[0].beta
+    return [beta[:, 0], beta[:, 1, :, :1], beta[:, 1, :, 1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize(
+    ("model", "nuts"), [(paper_logistic, nuts_logistic), (paper_poisson, nuts_poisson), (paper_heart, None)]
+)
+def test_the_papers_three_models_between_institutions(world: World, tmp_path: Path, model: Any, nuts: Any) -> None:
+    """Hassan et al. (2024), sections 5.1 to 5.3: the posterior of one process, byte for byte, also each silo's own; and
+    that of NUTS on joined columns, for which a network has too many modes. `pytest -s` prints how far off it is."""
+    paper, data = model()
+    job = paper.job(world, tmp_path)
+    assert job.run() == job.local()
+    own = owned(job, world)
+    if nuts is None:
+        return
+    draws = nuts(data)
+    both = [(own[silo], of) for silo, of in zip(SILOS, draws, strict=True)]
+    error = torch.cat([((found["mean/beta"] - of.mean(0)) / of.std(0)).flatten().abs() for found, of in both])
+    width = torch.cat([(found["sd/beta"] / of.std(0)).flatten() for found, of in both]).mean()
+    print(f"{model.__name__}: {error.mean():.2f} sd from NUTS, {error.max():.2f} at most; sds {width:.2f} of NUTS's")
+    assert error.mean() < 0.2
+    assert 0.85 < width < 1.15
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("response", ["private", "shared"])
@@ -671,6 +674,69 @@ def test_people_in_another_order_are_refused(world: World, tmp_path: Path) -> No
     job.files["south"].write_text("\n".join([lines[0], *reversed(lines[1:])]) + "\n")
     with pytest.raises(ProtocolError, match="silo 'south' refused: its data do not fit the model"):
         job.run("second")
+
+
+@pytest.mark.parametrize(
+    ("how", "spoil", "words"),
+    [
+        (MATCHED, lambda lines: lines[:1], "it has no records"),
+        (MATCHED, lambda lines: [], "the first line must name the columns"),
+        (MATCHED, lambda lines: [lines[0].replace("person", "id"), *lines[1:]], "the table has no column 'person'"),
+        (MATCHED, lambda lines: [*lines[:-1], lines[-1].replace("P", "\xc4")], "not a CSV file in UTF-8: save it as"),
+        (SORTED, lambda lines: [*lines, lines[-1]], "2 rows share theirs with another"),
+        (SORTED, lambda lines: [lines[0], "," + lines[1].partition(",")[2], *lines[2:]], "1 rows have no identifier"),
+        (SORTED, lambda lines: [lines[0], *reversed(lines[1:])], "39 stand before a smaller one"),
+    ],
+)
+def test_files_that_name_no_people_are_refused_by_a_line(
+    world: World, tmp_path: Path, how: dict[str, str], spoil: Callable[[list[str]], list[str]], words: str
+) -> None:
+    """To the site alone, before anything of it is written down. The control: the file put right, the same offer is
+    joined."""
+    job, hub, home = ColumnsJob(world, tmp_path, alignment=how), world.homes["hub"], world.homes["east"]
+    right = job.files["east"].read_text()
+    job.files["east"].write_bytes("".join(f"{line}\n" for line in spoil(right.splitlines())).encode("latin-1"))
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+    with closing(Site(home, Local())) as site:
+        met(hub, site)
+        with pytest.raises(DataError, match=words) as refused:
+            site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
+        assert "P-1000" not in str(refused.value)
+        folder = home.state_folder / "jobs" / offer.job
+        assert not any((folder / name).exists() for name in ("cohort", "matching.evaluated", "session"))
+        job.files["east"].write_text(right)
+        assert site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+def test_a_server_stopped_while_people_are_matched_goes_on_whatever_the_order_of_rows(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matched: Any
+) -> None:
+    """A site's rows stand in another order when it is started again: people are found by their ids, and the posterior
+    is that of one process. The control: with other people, or another cell, it does not go on."""
+    deliver, count = StreamServer._deliver, [0]
+
+    def stopping(self: StreamServer, messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        if next(iter(messages.values()))[:1] == MATCH:
+            count[0] += 1
+            if count[0] == 5:
+                raise Stopped
+        return deliver(self, messages)
+
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED)
+    shuffled(job)
+    monkeypatch.setattr(StreamServer, "_deliver", stopping)
+    with pytest.raises(Stopped):
+        job.run()
+    first, *rows = job.files["east"].read_text().splitlines()
+    for others in (rows[1:], [rows[0][:-1] + ("1" if rows[0][-1] != "1" else "2"), *rows[1:]]):
+        job.files["east"].write_text("".join(f"{line}\n" for line in (first, *others)))
+        with pytest.raises(ProtocolError, match="silo 'east' refused: its data do not fit"):
+            job.run()
+    job.files["east"].write_text("".join(f"{line}\n" for line in (first, *reversed(rows))))
+    assert job.run() == aligned(job, matched)
+    owned(job, world)
 
 
 def test_silos_in_another_order_are_refused_by_a_server_without_a_list() -> None:

@@ -16,8 +16,11 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
+from columns_run import AT_SILO, MATCHED, PEOPLE, VERTICAL, ColumnsJob, in_order, owned, shuffled
 from consortium_run import HOLDER, SILOS, Job
 from deployment_world import World, new_world
+from safetensors.torch import load
 
 pytest.importorskip("nvflare")
 
@@ -81,6 +84,32 @@ def test_flare_gives_the_posterior_of_one_process(flare: Processes, tmp_path: Pa
     seconds, _ = times(flare.homes[HUB].log_file, name)
     print(f"{tables['algorithm']['name']} under FLARE: {1000 * median(seconds or [0]):.0f} ms a round")
     assert _posterior(job) == _local(job)
+
+
+@pytest.mark.parametrize("response", ["private", "shared"])
+def test_flare_carries_columns_too(flare: Processes, tmp_path: Path, response: str) -> None:
+    """A vertical job, the response at the server or told to all: posterior, and each silo's own, are those of one
+    process, byte for byte. The control: another response's posterior is another."""
+    job = ColumnsJob(flare.world, tmp_path, engine=FLARE, algorithm={**VERTICAL, "response": response})
+    flare.launch(job)
+    assert _posterior(job) == _local(job)
+    owned(job, flare.world)
+    answers = job.files["response"].read_text().splitlines()
+    job.files["response"].write_text("\n".join([*answers[:-1], f"{answers[-1][:-1]}{1 - int(answers[-1][-1])}"]) + "\n")
+    assert job.local("another") != _posterior(job)
+
+
+def test_people_are_matched_over_flare(flare: Processes, tmp_path: Path) -> None:
+    """The outcome at a silo, whose seals FLARE carries too. In which order people were matched no party tells: one
+    process over the same people in another order finds the same but for the order of its sums."""
+    job = ColumnsJob(flare.world, tmp_path, engine=FLARE, alignment=MATCHED, **AT_SILO)
+    shuffled(job)
+    flare.launch(job)
+    result = json.loads((tmp_path / "remote" / "result.json").read_text())
+    assert result["metrics"]["records"] == PEOPLE - 3
+    found, alone = load(_posterior(job)), load(in_order(job))
+    assert found.keys() == alone.keys()
+    assert all(torch.allclose(found[n], alone[n], rtol=1e-6, atol=1e-8) for n in found)
 
 
 @pytest.mark.parametrize(
