@@ -11,6 +11,7 @@ are made-up rows in the published form.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -49,11 +50,10 @@ SLOW = (
     "docs/pvi.md",
     "docs/sfvi-avg.md",
     "docs/tutorial.md",
-    "docs/vertical-deployment.md",
     "docs/vertical.md",
 )
 #: Run below by tests of their own, which look at what came out.
-LOOKED_AT = ("docs/end-to-end.md",)
+LOOKED_AT = ("docs/end-to-end.md", "docs/vertical-deployment.md")
 NOT_RUN = {
     "docs/distributed.md": "names machines that are not here; tests/deployment/test_poc.py types the same commands",
     "docs/flare.md": "names machines that are not here; tests/deployment/test_flare.py starts FLARE",
@@ -295,3 +295,35 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert any("the budget of data set 'data' is epsilon 3" in text for text in refusals)
     assert done.stdout.count("' agree on ") == 3
     assert (tmp_path / "audit" / "audit.html").is_file()
+
+
+def test_from_files_of_columns_to_a_posterior_in_eight_commands() -> None:
+    """What a party types, repeated for each, on the page that the next test runs to its end."""
+    first = PAGES["docs/vertical-deployment.md"].read_text().partition("\n## ")[0]
+    typed = {
+        " ".join(itertools.takewhile(str.isalpha, words)) for words in _commands("\n".join(_blocks(first, "sh")), False)
+    }
+    roster = {f"keys roster {what}" for what in ("make", "show", "sign", "verify")}
+    assert typed == {"keys init", *roster, "policy allow", "silo start", "server start"}
+    assert len(typed) <= 8
+
+
+@pytest.mark.slow
+def test_columns_from_files_to_posteriors_reports_and_budgets(tmp_path: Path) -> None:
+    """Five processes a job: outcome at the server, outcome at a silo, outcome under privacy."""
+    done = _run("docs/vertical-deployment.md", tmp_path, 1800)
+    for name in ("run", "run-at-silo"):
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        assert result["converged"], result["convergence"]
+        assert result["silos"] == ["bank", "clinic", "school"]
+        assert 300 < result["metrics"]["records"] < 400
+        assert (tmp_path / name / "report.html").is_file()
+    private = json.loads((tmp_path / "run-private" / "result.json").read_text())
+    assert private["privacy"]["epsilon"] <= 1.0
+    assert private["privacy"]["protects"] == "a person's columns at one silo, and the response"
+    spent = re.findall(r"spent +epsilon (\S+) of", done.stdout)
+    assert len(spent) == 4
+    assert all(0.9 < float(epsilon) <= 1.0 for epsilon in spent)
+    assert done.stdout.count("EXACT TOTALS: 2 jobs") == 3  # at the silos; the server's response left without them
+    for silo in ("bank", "clinic", "school"):
+        assert len(list((tmp_path / silo / "results").glob("*.safetensors"))) == 3
