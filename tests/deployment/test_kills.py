@@ -151,6 +151,7 @@ def test_a_ledger_from_a_backup_is_noticed(world: World, tmp_path: Path) -> None
         ("wait", "private SFVI", 6),
         ("drop", "masked SFVI", 6),
         ("wait", "vertical", 6),
+        ("wait", "private vertical", 6),
     ],
 )
 def test_killed_at_random_moments_jobs_find_what_they_should(

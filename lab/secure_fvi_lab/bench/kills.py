@@ -205,6 +205,7 @@ KINDS = {
     "masked PVI": Kind({"name": "pvi", "rounds": 60, "local_steps": 5}, {"kind": "masked"}, 60),
     "plain SFVI": Kind(_SFVI, {"kind": "plain"}, 150),
     "vertical": Kind({"name": "vertical", "rounds": 60, "response": "silos"}, {"kind": "masked"}, 60),
+    "private vertical": Kind({"name": "vertical", "rounds": 60, "response": "private"}, {"kind": "masked"}, 60, _DP),
 }
 
 
@@ -233,7 +234,8 @@ class Outcome(NamedTuple):
 
 def table(kind: Kind, on_loss: str, deadline: float, folder: Path | None = None) -> dict[str, Any]:
     """The configuration of a job on six cities: three silos, or four where one may be lost. Of columns it is of made-up
-    people, whose files are written into `folder`: the outcome lies at a silo."""
+    people, whose files are written into `folder`: the outcome lies at a silo, or at the server, whose own ledger guards
+    it."""
     silos = _silos(on_loss)
     sizes = [200, 180, 157] if on_loss == "wait" else [150, 140, 130, 117]
     found: dict[str, Any] = {
@@ -248,8 +250,10 @@ def table(kind: Kind, on_loss: str, deadline: float, folder: Path | None = None)
     if kind.columns:
         assert folder is not None
         del found["partition"]
-        found["model"], found["silo"] = {"likelihood": "bernoulli"}, _column_files(folder, silos)
-        found["response"], found["alignment"] = {"silo": silos[0]}, {"column": "person", "how": "sorted"}
+        at_server = kind.privacy is not None
+        found["model"], found["silo"] = {"likelihood": "bernoulli"}, _column_files(folder, silos, at_server)
+        found["response"] = {"data": str(folder / "outcome.csv")} if at_server else {"silo": silos[0]}
+        found["alignment"] = {"column": "person", "how": "matching" if at_server else "sorted"}
     if on_loss == "drop" and kind.aggregation.get("kind") != "plain":
         found["aggregation"] |= {"max_missing": 1, "max_differences": 10**6}
     return found if kind.privacy is None else {**found, "privacy": dict(kind.privacy)}
@@ -259,14 +263,18 @@ def _silos(on_loss: str) -> list[str]:
     return ["east", "north", "south"] if on_loss == "wait" else ["east", "north", "south", "west"]
 
 
-def _column_files(folder: Path, silos: list[str]) -> list[dict[str, str]]:
-    """Tables of the same 60 people, the same whenever they are written; the first has the outcome too."""
+def _column_files(folder: Path, silos: list[str], at_server: bool) -> list[dict[str, str]]:
+    """Tables of the same 60 people, the same whenever they are written; the first, or a file of its own, has the
+    outcome."""
     folder.mkdir(exist_ok=True)
     x = torch.randn(60, len(silos), generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
     y = (x.sum(1) > 0).int()
     for at, silo in enumerate(silos):
-        rows = [f"P-{100 + i},{float(x[i, at]):.6f}{f',{y[i]}' if not at else ''}" for i in range(len(x))]
-        (folder / f"{silo}.csv").write_text("\n".join(["person,x" + (",y" if not at else ""), *rows]) + "\n")
+        told = not at and not at_server
+        rows = [f"P-{100 + i},{float(x[i, at]):.6f}{f',{y[i]}' if told else ''}" for i in range(len(x))]
+        (folder / f"{silo}.csv").write_text("\n".join(["person,x" + (",y" if told else ""), *rows]) + "\n")
+    outcome = [f"P-{100 + i},{y[i]}" for i in range(len(x))]
+    (folder / "outcome.csv").write_text("\n".join(["person,y", *outcome]) + "\n")
     return [{"id": silo, "data": str(folder / f"{silo}.csv")} for silo in silos]
 
 
@@ -357,6 +365,8 @@ def _check(parties: Parties, name: str, on_loss: str, reference: Callable[[str],
     answers = answered(hub.log_file)
     if kind.privacy is not None:
         _check_private(parties, found)
+        if kind.columns:
+            _check_response(parties, kind.rounds)
     elif on_loss == "wait":
         if found != reference(name):
             raise ProtocolError("the posterior is not that of a job without kills")
@@ -376,11 +386,20 @@ def _check_private(parties: Parties, found: bytes) -> None:
     for silo in parties.silos:
         home = parties.homes[silo]
         (chain,) = verify_ledger(home.ledger_file, silo)
-        charged = sum(chain.jobs[job].released.values())
+        charged = sum(n for phase, n in chain.jobs[job].released.items() if phase != "hidden")  # that does not leave
         left, sessions = released(home.log_file), different(home.log_file, "open")
         # In a new session what was released is masked anew: other bytes, and no other release.
         if not left <= charged + sessions - 1:
             raise ProtocolError(f"silo '{silo}' released {left} sums, and its ledger has {charged}")
+
+
+def _check_response(parties: Parties, rounds: int) -> None:
+    """The server's own ledger has each round's two releases of the response once, however often it was killed."""
+    hub, job = parties.homes[HUB], str(read_json(parties.out / "run.json")["job"])
+    (chain,) = verify_ledger(hub.ledger_file, HUB)
+    charged = dict(chain.jobs[job].released)
+    if charged != {"pull": rounds, "hidden": rounds}:
+        raise ProtocolError(f"the server's ledger has {charged}, of {rounds} rounds")
 
 
 def released(log: Path) -> int:

@@ -27,6 +27,7 @@ from secure_fvi.deployment.job import silo_ids
 from secure_fvi.deployment.keeping import accept, install, read_request, request_text, sign
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import Role
+from secure_fvi.deployment.policy_check import held_by_server
 from secure_fvi.deployment.trail import EXCHANGE, read_exchange
 from secure_fvi.deployment.trail_verify import rows
 from secure_fvi.driving import Parties as RunParties
@@ -72,7 +73,7 @@ def allow(home: Home, config: Config, **changes: Any) -> None:
     """Write a policy that allows this job, but for `changes`."""
     data: dict[str, Any] = {"id": "data"} if config.silo else {"id": "data", "from_job": ["partition", "data"]}
     if config.alignment is not None and config.response is not None:
-        path = next((s.data for s in config.silo if s.id == home.id), "")
+        path = next((s.data for s in config.silo if s.id == home.id), config.response.data)
         data |= {"path": path, "alignment": config.alignment.model_dump(mode="json"), "fewest": 1}
         data |= {"response": list(config.response.columns)} if config.response.silo == home.id else {}
     policy = {
@@ -111,7 +112,7 @@ class Parties:
         self.path.write_text(wording.dumps(dict(table)))
         self.config = read(self.path)
         for home in self.homes.values():
-            if home.role != "server":
+            if home.role != "server" or held_by_server(self.config):
                 allow(home, self.config, **({"model": [], "data": []} if home.role == "holder" else {}))
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
