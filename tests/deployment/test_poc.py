@@ -314,7 +314,7 @@ def _type(text: str, folder: Path, before: Callable[[str], list[str]], hand: Cal
                     hand(path, taker)
                 continue
             words = [*before(who), "bash", "-c", line]
-            with (folder / f"{who}.said").open("w") as said:
+            with (folder / f"{who}.said").open("a") as said:
                 process = subprocess.Popen(
                     words, cwd=folder / who, env=environment, stdin=subprocess.PIPE, stdout=said, stderr=said,
                     start_new_session=True, text=True,
@@ -340,7 +340,9 @@ def _check_finished(folder: Path) -> None:
     assert result["converged"] is True
     assert result["silos"] == sorted(SITES)
     for site in SITES:
-        assert "' agree on " in (folder / f"{site}.said").read_text()
+        said = (folder / f"{site}.said").read_text()
+        assert "' agree on " in said
+        assert said.endswith("\nverified\n")
 
 
 @pytest.mark.slow
