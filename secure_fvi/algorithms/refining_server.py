@@ -38,7 +38,7 @@ from secure_fvi.algorithms.refining import (
     unmixed,
     wider,
 )
-from secure_fvi.algorithms.weighing import Part, Points, finite, lines_of, points, q_part, sds_from
+from secure_fvi.algorithms.weighing import Part, Points, finite, first_log_prior, lines_of, points, q_part, sds_from
 from secure_fvi.compiled import over_draws
 from secure_fvi.families import Params
 from secure_fvi.families.gaussian import LOG_2PI
@@ -297,14 +297,9 @@ class Refiner(refining.Refiner):
         it, that drawn in to what it does, or what stands in for it: the last proposal once more learns nothing of a
         tail."""
         drawn_in = within(q, proposal, torch.cat([*at.lines, at.scouts]))
-        prior = over_draws(self._first_log_prior, at.all.to(self.problem.device, self.problem.dtype))
-        nats = state.seen - finite(prior.to("cpu", torch.float64))
+        nats = state.seen - first_log_prior(self.problem, at.all)  # what theta has become changes no range
         tried = (in_range(q_part(q), at, nats, each) for each in (proposal, drawn_in, instead))
         return next((each for each in tried if allowed(self.problem, q, each)), instead)
-
-    def _first_log_prior(self, z: Tensor) -> Tensor:
-        """As the run began: what theta has become changes no range."""
-        return self.problem.density.log_prior(z, self.problem.start.theta)
 
     def step(
         self, state: Refining, message: Broadcast, sums: Totals, q: Natural, theta: Params,

@@ -228,20 +228,24 @@ def _apart(q: Natural, others: list[Mirror]) -> tuple[list[Mirror], Tensor]:
     return [others[k] for k in far] + [_same(q.n)] * rest, torch.cat([images[far], q.mean().expand(rest, q.n)])
 
 
+def first_log_prior(problem: Problem, z: Tensor) -> Tensor:
+    """(S,) at z (S, n), with theta as the run began."""
+    at = z.to(problem.device, problem.dtype)
+    prior = over_draws(lambda z: problem.density.log_prior(z, problem.start.theta), at)
+    return finite(prior.to("cpu", torch.float64))
+
+
 def _scouts(problem: Problem) -> tuple[Tensor, Tensor]:
     """`Points.scouts` and their `box`: of the model and the seed alone, so that no broadcast moves them."""
     start, n = problem.start.z_global.to("cpu", torch.float64), problem.layout.size("global")
     if not _shells(problem.layout):
         return start.new_zeros(0, n), start.new_zeros(2, n)
 
-    def log_prior(z: Tensor) -> Tensor:
-        return problem.density.log_prior(z, problem.start.theta)
-
     steps = torch.exp2(torch.arange(_SCALES[0], _SCALES[1] + 1, dtype=torch.float64))
     ends = torch.stack([-torch.eye(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64)])
     away = start + ends[:, :, None] * steps[:, None]
-    tried = torch.cat([start[None], away.reshape(-1, n)]).to(problem.device, problem.dtype)
-    found = finite(over_draws(log_prior, tried).to("cpu", torch.float64))
+    tried = torch.cat([start[None], away.reshape(-1, n)])
+    found = first_log_prior(problem, tried)
     within = (found[1:] > found[0] - _BULK).reshape(2, n, len(steps))
     scale = torch.where(within, steps, steps[0]).amax(-1)
     box = start + torch.tensor([[-1.0], [1.0]], dtype=torch.float64) * scale

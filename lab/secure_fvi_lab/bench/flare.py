@@ -1,7 +1,8 @@
 """NVIDIA FLARE's real programs on one machine: a consortium's jobs over them, kills of its processes, and its own cost.
 
 A bare job is FLARE alone: a controller that sends so many bytes in auxiliary messages, and executors that send as many
-back, under FLARE's own kits, with nothing of ours.
+back, under FLARE's own kits, with nothing of ours: its processes load this file, so what is ours is imported where
+it is used.
 """
 
 from __future__ import annotations
