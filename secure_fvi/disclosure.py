@@ -63,7 +63,7 @@ WORDS = {
     "objective": ("that part", "part of the bound", "part of the objective"), "records": ("number of records",),
     "silos": ("weight", "number of records"), "value": ("part of the bound", "part of the log-likelihood"),
     "slope": ("slope",), "curve": ("slope",), "weighed": ("log-likelihood",),
-    "refined": ("log-likelihood",), "gamma": ("gamma",),
+    "refined": ("log-likelihood",), "replicated": ("replicates",), "gamma": ("gamma",),
     "loc": _POINT, "sd": _POINT, "root": (*_POINT, "covariance"), "weights": _POINT, "means": _POINT, "spreads": _POINT,
     "change": ("change of its site", "change of q"), "skipped": ("could not fit", "could fit"),
     "tempered": ("tempered",), "moving": ("would move q",),

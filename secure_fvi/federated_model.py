@@ -154,6 +154,16 @@ class FederatedModel:
         """Draws (S, ...) of the global sites under the names and in the units that users read; None: the sites' own."""
         return None
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers of a silo's table a predictive check adds up; 0: tables are not compared."""
+        return 0
+
+    def replicated(self, problem: Any, z: Tensor, rows: Mapping[str, Tensor], seed: int) -> Tensor:
+        """(1 + S, `numbers`) of a silo's rows as `fn` takes them, and of a replicate of them at each z (S, n). Never
+        leaves the silo but hidden among all silos'."""
+        raise NotImplementedError
+
     def told(self, result: Any) -> dict[str, Any]:
         """What result.json says of a result besides, for reports; of totals alone."""
         return {}

@@ -420,6 +420,7 @@ def result_of(
         problem=problem,
         variational=posterior,
         refined=refined,
+        replicated=server.program.replicated(state),
         local={name: LocalPosterior(silo, problem, posterior) for name, silo in engine.silos.items()},
     )
 

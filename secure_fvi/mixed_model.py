@@ -55,6 +55,7 @@ from secure_fvi.supports import ReachesFar, ReachesZero
 from secure_fvi.tables import Coded, code_columns
 
 if TYPE_CHECKING:
+    from secure_fvi.algorithms.base import Posterior, Problem
     from secure_fvi.results import Result
 
 _PLATE = "records"
@@ -739,13 +740,33 @@ class MixedModel(FederatedModel):
         if result.privacy is not None:
             raise InputError("check: a run under differential privacy is not held against its tables without noise")
         _check_is_of(self, result)
-        laid = list(self.prepared(silos).values())
-        totals = [_totals(self, result, data, n, seed, noise) for noise, data in enumerate(laid)]
-        return Check(tuple(_checked(self, torch.stack(totals).sum(0))), n, len(laid))
+        laid, dtype = list(self.prepared(silos).values()), result.problem.dtype
+        problems = [result.problem._replace(schema=read_data(data, "check", dtype)[0]) for data in laid]
+        totals = [
+            _totals(self, problem, result.variational, data, n, seed, noise)
+            for noise, (problem, data) in enumerate(zip(problems, laid, strict=True))
+        ]
+        return self.compared(torch.stack(totals).sum(0), len(laid))
+
+    @property
+    def numbers(self) -> int:
+        return _ADDED + len(_counted_places(self.of))
+
+    def replicated(self, problem: Problem, z: Tensor, rows: Mapping[str, Tensor], seed: int) -> Tensor:
+        return _totals(self, problem, _At(z), rows, len(z), seed, 0)
+
+    def compared(self, totals: Tensor, silos: int) -> Check:
+        """Of totals (1 + n, `numbers`) over so many silos, as of `replicated`. Everyone may see it."""
+        return Check(tuple(_checked(self, totals)), len(totals) - 1, silos)
 
     def told(self, result: Any) -> dict[str, Any]:
         found = self.summary(result)
-        return {"formula": {**found.to_json(), "ratio": found.ratio, "notes": list(found.notes), "is": self.describe()}}
+        told: dict[str, Any] = {
+            "formula": {**found.to_json(), "ratio": found.ratio, "notes": list(found.notes), "is": self.describe()}
+        }
+        if result.replicated is not None:
+            told["check"] = self.compared(result.replicated, len(result.silos)).to_json()
+        return told
 
     def describe(self) -> list[str]:
         """What the formula came to: where groups live, and the priors, in the user's units. A line each."""
@@ -1405,30 +1426,57 @@ class Check:
         for row in self.rows:
             spread = (row.high - row.low) / 4
             cells.append([row.name, *(shown(value, spread) for value in row[1:5]), f"{row.larger:.2f}"])
+        return "\n".join([*_aligned(cells), "", self.said])
+
+    @property
+    def said(self) -> str:
+        """What it comes to, in a line."""
         odd = [f"'{row.name}'" for row in self.rows if not _ODD <= row.larger <= 1 - _ODD]
         about = f"totals over {self.silos} silos, and over {self.n} replicates of their tables under the posterior"
         told = f"; the model makes no tables like these in {', '.join(odd)}: another family or term may" if odd else ""
-        return "\n".join([*_aligned(cells), "", about + told])
+        return about + told
+
+    def to_json(self) -> dict[str, Any]:
+        """For result.json and the report; None for what is infinite."""
+        rows = [row._asdict() for row in self.rows]
+        rows = [{k: v if k == "name" or math.isfinite(v) else None for k, v in row.items()} for row in rows]
+        return {"replicates": self.n, "said": self.said, "rows": rows}
 
     __repr__ = __str__
 
 
-def _totals(model: MixedModel, result: Result, laid: Any, n: int, seed: int, noise: int) -> Tensor:
+class _At(NamedTuple):
+    """Points of the global sites, unconstrained (S, n), in place of a posterior's draws."""
+
+    z: Tensor
+    theta: Mapping[str, Tensor] = {}
+
+    def draws(self, n: int, seed: int) -> Tensor:
+        return self.z[:n]
+
+
+def _totals(
+    model: MixedModel, problem: Problem, posterior: Posterior | _At, laid: Any, n: int, seed: int, noise: int
+) -> Tensor:
     """(1 + n, numbers) of a silo's rows, and of replicates of them, as of `_added`."""
     from secure_fvi.results import replicates
 
-    schema = read_data(laid, "check", result.problem.dtype)[0].to(result.problem.device)
-    problem = result.problem._replace(model=model._drawn(), schema=schema)
-    drawn = (draw["y"].cpu() for draw in replicates(problem, result.variational, laid, n, seed, noise=noise))
+    problem = problem._replace(model=model._drawn(), schema=problem.schema.to(problem.device))
+    drawn = (draw["y"].cpu() for draw in replicates(problem, posterior, laid, n, seed, noise=noise))
     if _counts(model.of):  # past 2^63 a draw comes back below 0
         drawn = (y.masked_fill(y < 0, math.inf) for y in drawn)
-    return torch.stack([_added(model.of, y, laid["present"]) for y in (laid["y"], *drawn)])
+    y, present = laid["y"].cpu(), laid["present"].cpu()
+    return torch.stack([_added(model.of, values, present) for values in (y, *drawn)])
+
+
+#: Numbers that are added of a table of any family.
+_ADDED = 6
 
 
 def _added(of: Parts, y: Tensor, present: Tensor) -> Tensor:
     """Totals of responses (N, M): rows, records, y, y^2, means of records and their squares, and rows at each of
-    `_counted_places`. y: in its unit, less the dictionary's centre."""
-    y = torch.where(present > 0, (y * of.response.scale).to(present), 0.0)
+    `_counted_places`. y: in its standardised unit."""
+    y = torch.where(present > 0, y.to(present), 0.0)
     rows, mean = present.sum(1), y.sum(1) / present.sum(1)
     counted = [((y == place) * present).sum() for place in _counted_places(of)]
     ones = torch.ones_like(mean)
@@ -1445,17 +1493,18 @@ def _counts(of: Parts) -> bool:
 
 
 def _checked(model: MixedModel, totals: Tensor) -> Iterator[Checked]:
-    of, label = model.of, model.record_label
+    of, label, scale = model.of, model.record_label, model.of.response.scale
     rows, records, y, squares, means, square_means, *at = totals.mT
     found: dict[str, Tensor] = {}
     if of.family != "ordinal":
-        found["mean"] = y / rows + of.response.centre
+        found["mean"] = y / rows * scale + of.response.centre
     if of.family not in ("ordinal", "bernoulli"):
-        found["sd"] = (squares / rows - (y / rows) ** 2).clamp(min=0).sqrt()
+        found["sd"] = scale * (squares / rows - (y / rows) ** 2).clamp(min=0).sqrt()
     names = of.response.levels if of.family == "ordinal" else ("0",)
     found |= {f"share of {name}": count / rows for name, count in zip(names, at, strict=False)}
     if label is not None:
-        found[f"sd of means by {label}"] = (square_means / records - (means / records) ** 2).clamp(min=0).sqrt()
+        means, square_means = means / records, square_means / records
+        found[f"sd of means by {label}"] = scale * (square_means - means**2).clamp(min=0).sqrt()
     for name, values in found.items():
         observed, *drawn = (
             values.double().nan_to_num(math.inf, math.inf).tolist()

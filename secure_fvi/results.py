@@ -229,6 +229,7 @@ class Result(RunSummary):
     problem: Problem = field(repr=False)
     variational: Posterior = field(repr=False)
     refined: Refined | None = None  # what `posterior` and `sample` go by then; `variational.eta` stays q's
+    replicated: Tensor | None = field(default=None, repr=False)  # (1 + replicates, numbers) of a check over all silos
     local: Mapping[str, LocalPosterior]  # by silo, where the silos are in this process; never saved
 
     def sample(self, n: int, seed: int = 0) -> Params:
@@ -616,7 +617,7 @@ def predict(
 
 
 def replicates(
-    problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int, local: Local | None = None,
+    problem: Problem, posterior: Any, data: Mapping[str, Any], n: int, seed: int, local: Local | None = None,
     noise: int = 0,
 ) -> Iterator[Params]:  # fmt: skip
     """The draws of `predict`, one after the other: all together they may not fit into memory. noise: another number for

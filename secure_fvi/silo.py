@@ -510,12 +510,15 @@ class Silo:
 
     def _final(self, past: Past, broadcast: Broadcast) -> str:
         """`Past.final`. Raises ProtocolError where a sum after the final one names other parameters than that did: each
-        would show a likelihood elsewhere, at thousands of points."""
+        would show a likelihood elsewhere, at thousands of points. One whose broadcasts have no such parameters shows
+        none."""
         order = self.program.order
         if not order.phases[broadcast.phase].ends:
             return past.final
         first = next(name for name, phase in order.phases.items() if phase.ends)
         form = order.forms[first]
+        if not form.tensors.keys() <= order.forms[broadcast.phase].tensors.keys():
+            return past.final
         named = broadcast._replace(
             phase=first, scalars={name: broadcast.scalars[name] for name in form.scalars},
             tensors={name: broadcast.tensors[name] for name in form.tensors},

@@ -398,6 +398,11 @@ class ServerProgram(Protocol):
         """What the state stands for now."""
         ...
 
+    def replicated(self, state: Any) -> Tensor | None:
+        """(1 + replicates, numbers) over all silos, of their tables and of replicates; None where none were asked for,
+        or are not known."""
+        ...
+
     def blank(self) -> Posterior:
         """Of the form that this job's posterior has; silos hold what the server names at the end against it."""
         ...

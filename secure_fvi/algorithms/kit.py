@@ -224,6 +224,9 @@ class Program(ABC):
         family = Conditional().build(0, self.problem.layout.size("global"), 1)
         return LocalFit(family, {}, family, {}, 1)
 
+    def replicated(self, state: Any) -> Tensor | None:
+        return None
+
     def blank(self) -> Posterior:
         return self.posterior(self.init())
 

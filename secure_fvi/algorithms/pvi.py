@@ -45,7 +45,7 @@ from pydantic import Field
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
-from secure_fvi.algorithms import refining, stationarity, weighing
+from secure_fvi.algorithms import checking, refining, stationarity, weighing
 from secure_fvi.algorithms.base import (
     ITERATION,
     PRIVATE,
@@ -127,6 +127,8 @@ class PVI(LocalFitOptions):
     virtual_clients: Count = 1
     """Disjoint parts of a silo's records, each with a site of its own; for models without local latents. Refused under
     `RecordDP`."""
+    replicates: Count | None = None
+    """Of a formula's tables, in a predictive check over all silos by one more sum (`checking`); None: there is none."""
 
     name = "pvi"
 
@@ -169,14 +171,17 @@ class PVI(LocalFitOptions):
             finish = Sums(FINISH, 1, final, silos, besides=True, likelihood=weighed)
             refine = (refining.declared(silos),) if weighed else ()
             sums = (dataclasses.replace(sums[0], what=what + counts), finish, *refine)
+        sums = (*sums, *checking.declared(self.replicates, silos))
         because = f"schedule = '{self.schedule}'"
         if self.schedule == "asynchronous":
             because += f", buffer = {self.buffer}"
         keeps = "its site and its own latents' posterior"
         return Declaration(self.most_rounds, sums, keeps, False, self.sampling_rate, because, self.reveal_changes)
 
-    def server(self, problem: Problem) -> PVIProgram:
+    def server(self, problem: Problem) -> Program:
         """Raises InputError for what the model or its privacy do not allow."""
+        if self.replicates is not None:
+            return checking.CheckedProgram(self, problem)
         return PVIProgram(self, problem)
 
     silo = server

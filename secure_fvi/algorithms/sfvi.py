@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block
-from secure_fvi.algorithms import refining
+from secure_fvi.algorithms import checking, refining
 from secure_fvi.algorithms.base import (
     CLIP,
     PRIVATE,
@@ -154,6 +154,8 @@ class SFVI:
     """q(Z_S | Z_G) of a silo's own latents."""
     warm_start: WarmStart = field(default_factory=WarmStart)
     """Rounds of SFVI-Avg beforehand; they are not counted in `iterations`."""
+    replicates: Count | None = None
+    """Of a formula's tables, in a predictive check over all silos by one more sum (`checking`); None: there is none."""
 
     name = "sfvi"
 
@@ -191,12 +193,15 @@ class SFVI:
         if not private and self.iterations is None:
             final = f"{DISCLOSED}; its number of records"
             sums = (*sums, Sums(FINISH, 1, final, silos, besides=True, likelihood=True), refining.declared(silos))
+        sums = (*sums, *checking.declared(self.replicates, silos))
         because = f"participation = {self.participation:g}"
         rounds, keeps = self.warm_start.rounds + self.own_rounds, "its own latents' posterior"
         return Declaration(rounds, sums, keeps, False, self.sampling_rate, because)
 
     def server(self, problem: Problem) -> Program:
         """Raises InputError for what the model or its privacy do not allow."""
+        if self.replicates is not None:
+            return checking.CheckedProgram(self, problem)
         return sfvi_warm.SFVIWarmProgram(self, problem) if self.warm_start.rounds else SFVIProgram(self, problem)
 
     silo = server

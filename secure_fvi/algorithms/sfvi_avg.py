@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, FloatArray
-from secure_fvi.algorithms import refining
+from secure_fvi.algorithms import checking, refining
 from secure_fvi.algorithms.base import (
     ITERATION,
     PRIVATE,
@@ -41,7 +41,7 @@ from secure_fvi.algorithms.base import (
     Step,
     Verdict,
 )
-from secure_fvi.algorithms.kit import Answer, Rows, Sum, Totals, at_least_two
+from secure_fvi.algorithms.kit import Answer, Program, Rows, Sum, Totals, at_least_two
 from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,
@@ -155,6 +155,8 @@ class SFVIAvg:
     """q(Z_L | Z_G) of records."""
     silo_family: Conditional = field(default_factory=Conditional)
     """q(Z_S | Z_G) of a silo's own latents."""
+    replicates: Count | None = None
+    """Of a formula's tables, in a predictive check over all silos by one more sum (`checking`); None: there is none."""
 
     name = "sfvi-avg"
 
@@ -205,12 +207,15 @@ class SFVIAvg:
                 sums.append(Sums(BURES, again, what, asked, cohort))
             sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos, besides=True, likelihood=True))
             sums.append(refining.declared(silos))
+        sums.extend(checking.declared(self.replicates, silos))
         keeps = "its own latents' posterior and its optimiser's state"
         because = f"barycenter = '{self.barycenter}', participation = {self.participation:g}"
         return Declaration(self.rounds, tuple(sums), keeps, self.reveals_silos, self.sampling_rate, because)
 
-    def server(self, problem: Problem) -> SFVIAvgProgram:
+    def server(self, problem: Problem) -> Program:
         """Raises InputError for what the model or its privacy do not allow."""
+        if self.replicates is not None:
+            return checking.CheckedProgram(self, problem)
         return SFVIAvgProgram(self, problem)
 
     silo = server

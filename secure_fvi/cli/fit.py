@@ -87,7 +87,7 @@ def fit(
             )  # fmt: skip
     assert isinstance(result, Result)
     print_result(result, priors)
-    if result.privacy is None and result.converged is not False:
+    if result.privacy is None and result.converged is not False and result.replicated is None:
         tables = dict(zip(federation.silo_ids, federation.silos, strict=True))
         click.echo(f"\n{federation.model.check(result, tables)}")
     if out is not None:

@@ -200,6 +200,8 @@ def poc(
             dictionary.write_text(DICTIONARY)
             asked = asked if "formula" in asked else {"formula": FORMULA, "family": FAMILY, **asked}
             overrides = ("run.compile=false", *overrides)  # which does not pay for so few rounds
+        if "function" not in asked and not any(o.startswith(("privacy", "algorithm.name")) for o in overrides):
+            overrides = ("algorithm.replicates=100", *overrides)
         # A plan of a job that cannot be is none; that of the study's own, with nothing said, can.
         job = _job(sites, asked, dictionary, overrides, read) if said or not only_plan else ""
         if only_plan:

@@ -43,18 +43,20 @@ _JUDGED = {
     "BCM": _OF_LOCAL_FIT + "prior total_records",
     "VCL": _OF_LOCAL_FIT + "reveal_changes",
     "StreamingVB": _OF_LOCAL_FIT + "passes reveal_changes",
-    "PVI": _OF_LOCAL_FIT + "rounds max_rounds tolerance schedule buffer delay reveal_changes damping virtual_clients",
+    "PVI": _OF_LOCAL_FIT + "rounds max_rounds tolerance schedule buffer delay reveal_changes damping virtual_clients "
+    "replicates",
     "FedAvg": "rounds local_steps learning_rate server_learning_rate server_momentum server_schedule tolerance prior "
     "weights sampling_rate participation total_records bound",
     "FedVI": "rounds epochs batch_size learning_rate server_learning_rate server_momentum server_schedule "
     "participation tau gamma theta start_scale weights total_records tolerance bound",
     "SFVI": "family rank importance_samples iterations max_iterations optimizer optimizer_options learning_rate "
     "local_learning_rate start_spread schedule average_last sampling_rate participation bound local_family "
-    "silo_family warm_start",
+    "silo_family warm_start replicates",
     "WarmStart": "rounds local_steps weights total_records",
     "SFVIAvg": "rounds local_steps importance_samples family weights scale_entropy tolerance bures_iterations "
     "barycenter optimizer optimizer_options learning_rate local_learning_rate start_spread decay average_last "
-    "persistent sampling_rate participation total_records bound final_local_steps local_family silo_family",
+    "persistent sampling_rate participation total_records bound final_local_steps local_family silo_family "
+    "replicates",
     "Vertical": "model rho response family auxiliary local_steps damping weight_concentration batch_size rounds "
     "learning_rate schedule average_last optimizer participation max_staleness bound",
     "Soul": "model rho draws step settle decay response rounds learning_rate optimizer burn_in keep bound",

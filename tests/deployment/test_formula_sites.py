@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import sys
 import time
@@ -165,6 +166,21 @@ def test_three_processes_fit_six_cities_by_formula_as_one_does(world: World, tmp
 def test_a_job_by_formula_is_the_local_engines_to_the_last_bit(study: Study) -> None:
     """In threads over TLS. What makes it differ is the control of the test above."""
     assert study.job.run() == study.job.local()
+
+
+def test_tables_of_sites_are_checked_by_one_sum_more(world: World, tmp_path: Path) -> None:
+    """The observed numbers are those of all three tables together; the control, one silo's alone, are others."""
+    study = Study(world, tmp_path, algorithm={"name": "pvi", "rounds": 1, "local_steps": 5, "replicates": 20})
+    study.job.run()
+    told = json.loads((tmp_path / "remote" / "result.json").read_text())["check"]
+    assert told["replicates"] == 20
+    observed = {row["name"]: row["observed"] for row in told["rows"]}
+    wheezed = [[float(row.rsplit(",", 1)[1]) for row in study.rows(at)[1:]] for at in range(3)]
+    assert observed["mean"] == pytest.approx(np.mean(np.concatenate(wheezed)), abs=1e-4)
+    assert abs(observed["mean"] - np.mean(wheezed[0])) > 1e-3
+    assert "Predictive check" in (tmp_path / "remote" / "report.html").read_text()
+    explained = CliRunner().invoke(cli, ["policy", "explain", str(study.job.path)], catch_exceptions=False).output
+    assert "replicates that the model makes at points that the server names" in " ".join(explained.split())
 
 
 # ---- what a site agrees to ----

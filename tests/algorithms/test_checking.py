@@ -1,0 +1,133 @@
+"""A predictive check of tables that lie apart: totals of `MixedModel.check`, by one more sum; what it must not tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import secure_fvi as sf
+from secure_fvi.algorithms import hiding
+from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.algorithms.checking import CHECK, DRAWS, REPLICATED, CheckedProgram
+from secure_fvi.algorithms.kit import Answer
+from secure_fvi.errors import InputError
+from secure_fvi.fitting import build_parties
+
+DICTIONARY = {
+    "falls": {"kind": "integer", "low": 0, "high": 10_000_000},
+    "age": {"kind": "number", "low": 0, "high": 1000, "centre": 0.0, "scale": 1.0},
+    "ward": {"kind": "category", "levels": ["a", "b", "c"]},
+}
+
+
+def tables(zeros: float = 0.0) -> list[dict[str, Any]]:
+    """Three sites whose counts are Poisson's, but for a share of `zeros`."""
+    rng = np.random.default_rng(4)
+    found = []
+    for rows in (40, 30, 50):
+        age = rng.uniform(0, 1, rows)
+        falls = rng.poisson(np.exp(1.2 + 0.8 * age)) * (rng.uniform(size=rows) >= zeros)
+        found.append({"falls": falls, "age": age, "ward": rng.choice(["a", "b", "c"], rows)})
+    return found
+
+
+def model() -> sf.MixedModel:
+    return sf.glmm("falls ~ age", "poisson", dictionary=DICTIONARY)
+
+
+def checked(algorithm: Any, silos: list[dict[str, Any]]) -> sf.Result:
+    return sf.fit(model(), silos, algorithm, compile=False)
+
+
+@pytest.mark.parametrize("algorithm", [sf.PVI(replicates=120), sf.SFVIAvg(rounds=3, replicates=120)])
+def test_totals_are_those_of_all_tables(algorithm: Any) -> None:
+    silos = tables()
+    result = checked(algorithm, silos)
+    assert result.replicated is not None
+    assert result.replicated.shape == (121, model().numbers)
+    rows = {row.name: row for row in result.problem.model.compared(result.replicated, 3).rows}
+    falls = np.concatenate([silo["falls"] for silo in silos])
+    assert rows["mean"].observed == pytest.approx(falls.mean(), abs=1e-3)
+    assert rows["sd"].observed == pytest.approx(falls.std(), abs=1e-3)
+    alike = {row.name: row for row in result.problem.model.check(result, dict(zip("abc", silos, strict=True))).rows}
+    for name, row in alike.items():  # of other draws and other noise: a width of .1 of an interval's error
+        assert rows[name].replicated == pytest.approx(row.replicated, abs=0.35 * (row.high - row.low))
+    said = result.to_json()["check"]
+    assert (said["replicates"], said["rows"][0]["name"]) == (120, "mean")
+    without = sf.fit(model(), silos, replace(algorithm, replicates=None), compile=False)
+    assert torch.equal(without.posterior["b"].mean, result.posterior["b"].mean)  # of a fit that is what it was
+    assert without.replicated is None
+    assert "check" not in without.to_json()
+
+
+def test_tables_that_the_model_does_not_make_are_told_of() -> None:
+    """Half of the counts are zero whatever the rate. The control: those that are not."""
+    for zeros in (0.0, 0.5):
+        result = checked(sf.PVI(replicates=100), tables(zeros))
+        said = str(result.problem.model.compared(result.replicated, 3))
+        assert ("the model makes no tables like these" in said and "'share of 0'" in said) == bool(zeros)
+
+
+def test_a_run_that_has_not_converged_is_not_checked() -> None:
+    """The control is every other test here."""
+    with pytest.warns(sf.SecureFVIWarning, match="max_rounds"):
+        result = checked(sf.PVI(max_rounds=1, replicates=10), tables())
+    assert result.converged is False
+    assert result.replicated is None
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    silos = tables()
+    with pytest.raises(InputError, match="under differential privacy tables are not compared"):
+        sf.fit(
+            model(), silos, sf.SFVI(iterations=3, sampling_rate=0.5, replicates=10),
+            privacy=sf.RecordDP(epsilon=1.0, delta=1e-5, clipping_norm=1.0), compile=False,
+        )  # fmt: skip
+
+    def program(y: torch.Tensor) -> None:
+        import pyro
+        import pyro.distributions as dist
+
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("records", len(y)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    rows = [{"y": torch.randn(9, generator=torch.Generator().manual_seed(k))} for k in range(3)]
+    with pytest.raises(InputError, match="for formulas alone"):
+        sf.fit(program, rows, sf.PVI(replicates=10), compile=False)
+    with pytest.raises(InputError, match="replicates"):
+        sf.PVI(replicates=0)
+
+
+def test_a_server_that_asks_far_out_reads_no_single_silo() -> None:
+    """At a point where the ages of all silos but one make counts that no table holds, the total says nothing. The
+    control: were out-of-range numbers zero, it would be that silo's own rows, sums and squares."""
+    silos = [{**t, "age": t["age"] * 0 + age} for t, age in zip(tables(), (0.0, 1.0, 1.0), strict=True)]
+    parties = build_parties(model(), silos, sf.PVI(replicates=2), sf.Plain(), compile=False)
+    program = parties.server.program
+    assert isinstance(program, CheckedProgram)
+    far = torch.tensor([[1.0, 60.0]] * 2, dtype=torch.float64)
+    sent, own = [], {}
+    for name, silo in parties.engine.silos.items():
+        message = Broadcast(1, 1, {}, tuple(parties.engine.silos), {}, {DRAWS: far}, CHECK)
+        found = program.answer(message, silo.local, silo.view)
+        assert isinstance(found, Answer)
+        sent.append(found.blocks[REPLICATED])
+        at = program.move(far)
+        own[name] = model().replicated(
+            program.problem, at, {n: v[: silo.view.size] for n, v in silo.view.rows.items()}, 1
+        )
+    total = np.sum(sent, 0)
+    assert hiding.unreadable(total, program._block).all()
+    out = [bool((numbers.abs() > hiding.told_up_to(program._block)).any()) for numbers in own.values()]
+    assert out == [False, True, True]
+    control = sum(
+        torch.where(numbers.abs() > hiding.told_up_to(program._block), 0.0, numbers) for numbers in own.values()
+    )
+    first = next(iter(own.values()))
+    assert torch.equal(control[1:, 2:4], first[1:, 2:4])
+    assert float(first[1, 2]) > 0
