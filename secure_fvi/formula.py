@@ -561,7 +561,11 @@ class Design:
         x = np.asarray(first, dtype=np.float64)
         if not np.isfinite(x).all():
             bad = [n for n, column in zip(self.names, x.T, strict=True) if not np.isfinite(column).all()]
-            said = f"'{bad[0]}' is not finite somewhere in the range that the dictionary gives,"
+            of = ", ".join(f"'{name}'" for name in self.columns if name in bad[0]) or "its columns"
+            said = (
+                f"'{bad[0]}' is not finite somewhere between low and high of {of} in the dictionary (a logarithm needs "
+                "more than 0 there),"
+            )
             raise _error(formula, _place(re.sub(r"\[\d+\]$", "", bad[0]), formula), said)
         self._check_independent(x, formula)
         self.to_user, self.scales = self._standardised(terms, made, x, centred)

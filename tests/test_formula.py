@@ -11,8 +11,10 @@ import dataclasses
 import html
 import json
 import math
+import os
 import pickle  # noqa: TID251 - its own result
 import re
+import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -1025,6 +1027,26 @@ def test_python_command_and_file_make_the_same_model(tmp_path: Path) -> None:
         federate(other)
 
 
+def test_the_command_reads_its_dictionary_once(tmp_path: Path) -> None:
+    """From a pipe, as of `<(...)`, nothing is left to read again. The control: another reader of the same pipe."""
+    from click.testing import CliRunner
+
+    from secure_fvi.cli import cli
+
+    written, paths = files(tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text(written.read_text()), daemon=True)
+    writer.start()
+    words = ["fit", "y ~ nowhere", "--family", "bernoulli", "--dictionary", str(pipe), "--quiet"]
+    done = CliRunner().invoke(cli, [*words, *(w for p in paths for w in ("--data", str(p)))])
+    assert "nowhere" in str(done.exception)
+    writer.join(5)
+    assert not writer.is_alive()
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as again:
+        assert again.read() == ""
+
+
 def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
@@ -1052,6 +1074,7 @@ def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(
     assert "sd(child) (Intercept)" in done.output
     assert "at site1: 30 rows, " in done.output
     assert "Predictive check" in done.output
+    assert "<h2>Predictive check</h2>" in page
     for path, said in (
         ("postgresql://host/db", "'postgresql' is not read: it needs a network"),
         ("a.xlsx", "save the sheet"),

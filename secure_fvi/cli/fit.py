@@ -12,6 +12,8 @@ from secure_fvi.errors import InputError
 if TYPE_CHECKING:
     from secure_fvi.runs.config import Aggregation, Model
 
+#: Algorithms that check a fit against its tables, and by how many replicates.
+_CHECKED, _REPLICATES = ("pvi", "sfvi", "sfvi-avg"), 200
 _QUERY = "One SELECT over a site's table, which it calls data: one for all sites, or one for each --data."
 
 
@@ -42,12 +44,14 @@ def fit(
     Columns are coded from the dictionary, never from data. Prints estimates in the units of the tables. Exits 4 where
     the run ended without converging.
     """
+    from secure_fvi.dictionary import read_dictionary
     from secure_fvi.runs.config import override, parse
 
     numbered = [f"site-{k + 1}" for k in range(len(files))]
     named = ([f.stem for f in files], [f.absolute().parent.name for f in files], numbered)
     ids = next(names for names in named if len(set(names)) == len(names))
-    model = {name: str(given.pop(name)) for name in ("formula", "family", "dictionary")}
+    model: dict[str, Any] = {name: str(given.pop(name)) for name in ("formula", "family")}
+    model["dictionary"] = read_dictionary(given.pop("dictionary")).to_table()  # once: a pipe is empty after it
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items() if value}
     if len(queries) not in (0, 1, len(files)):
         raise InputError(f"--query: {len(queries)} for {len(files)} tables; give one for all, or one for each --data")
@@ -56,6 +60,9 @@ def fit(
     table: dict[str, Any] = {"model": {**model, "options": said}, "silo": silos}
     for text in overrides:
         override(table, text)
+    algorithm = table.setdefault("algorithm", {})
+    if "privacy" not in table and isinstance(algorithm, dict) and algorithm.get("name", "pvi") in _CHECKED:
+        algorithm.setdefault("replicates", _REPLICATES)
     config = parse(table, "fit")
     _check_cohort(len(files), config.aggregation)
     _check_response(config.model)
@@ -67,7 +74,6 @@ def fit(
         folder.check_new()
 
     from secure_fvi.cli.tables import exit_code, print_result
-    from secure_fvi.mixed_model import MixedModel
     from secure_fvi.progress import RunProgress
     from secure_fvi.results import Result
     from secure_fvi.runs.federation import Federation, federate
@@ -75,7 +81,6 @@ def fit(
 
     federation = federate(config)
     assert isinstance(federation, Federation)
-    assert isinstance(federation.model, MixedModel)
     with RunProgress(quiet) as progress:
         if folder is not None:
             result = execute_federation(federation, folder, on_round=progress.update)
@@ -87,9 +92,6 @@ def fit(
             )  # fmt: skip
     assert isinstance(result, Result)
     print_result(result, priors)
-    if result.privacy is None and result.converged is not False and result.replicated is None:
-        tables = dict(zip(federation.silo_ids, federation.silos, strict=True))
-        click.echo(f"\n{federation.model.check(result, tables)}")
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")
     click.get_current_context().exit(exit_code(result.to_json()))
@@ -111,9 +113,9 @@ def _check_cohort(sites: int, aggregation: Aggregation) -> None:
 
 def _check_response(model: Model) -> None:
     """Raises InputError where the family does not fit the response: at once, before PyTorch is there."""
-    from secure_fvi.dictionary import read_dictionary
+    from secure_fvi.dictionary import dictionary_of
     from secure_fvi.formula import family_named, parse, response_of
 
-    if model.formula is not None and isinstance(model.dictionary, str):
-        family, dictionary = family_named(model.family or "gaussian"), read_dictionary(Path(model.dictionary))
+    if model.formula is not None and isinstance(model.dictionary, dict):
+        family, dictionary = family_named(model.family or "gaussian"), dictionary_of(model.dictionary, "dictionary")
         response_of(parse(model.formula), family, dictionary)
