@@ -109,7 +109,7 @@ from secure_fvi.runs.records import read_table
 
 _log = logging.getLogger(__name__)
 _STORE, _RESPONSE, _KEY, _NOISE = "matching.evaluated", "response", "response.key", "response.noise"
-LABEL_KEY, LABEL_TOLD = b"secure-fvi/response-key/1/", b"secure-fvi/response-told/1/"
+LABEL_KEY, LABEL_TOLD = b"secure-fvi/response-key/2/", b"secure-fvi/response-told/1/"
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 _MOST = LONGEST // 32  # places in a list: its outputs are one message
 
@@ -164,8 +164,9 @@ def _kept_secret(path: Path, home: Home, job: str) -> bytes:
     return sealer.open(job, path.read_bytes())
 
 
-def _key_statement(offer: JobOffer, silo: str, key: bytes) -> bytes:
-    return digest(b"response-key", offer.hash, silo.encode(), key)
+def _key_statement(offer: JobOffer, silo: str, key: bytes, people: bytes) -> bytes:
+    """people: `ColumnsJob._listed_by` of the silo, which is known to who lists them."""
+    return digest(b"response-key", offer.hash, silo.encode(), key, people)
 
 
 def _told_statement(offer: JobOffer, order: bytes, known: bytes) -> bytes:
@@ -215,17 +216,16 @@ class ColumnsJob(SiteJob):
         private = self._chosen[2] is not None
         self._work = 0 if private else numbers_of([rows])
         self.threads = threads_of(config, self._work)
-        self.schema = Schema((), self._offered_key())
         self._matching: MatchingSilo | None = None
         self._evaluated: HeldStore | None = None
-        self._order, self._rows = b"", np.arange(len(self._prepared.rows))
+        self._order, self._rows, ordered = b"", np.arange(len(self._prepared.rows)), dict[str, Any]()
         if config.alignment.how == "matching":
             self._begin_matching()
         else:
             with _of_data(home.id):
                 self._order = sorted_order(self._prepared, offer.hash)
-            ordered = columns_schema(len(self._rows), self._order)
-            self.schema = Schema((), {**ordered.constants, **self.schema.constants})
+            ordered = columns_schema(len(self._rows), self._order).constants
+        self.schema = Schema((), {**ordered, **self._offered_key()})
         self._settled = False
         self._settle()
 
@@ -397,9 +397,18 @@ class ColumnsJob(SiteJob):
             fresh = X25519PrivateKey.generate().private_bytes_raw()
             write_atomically(path, self._sealer.seal(self._key_slot, fresh), private=True)
         key = self._opener().public_key().public_bytes_raw()
-        statement = _key_statement(offer, home.id, key)
+        statement = _key_statement(offer, home.id, key, self._listed_by(home.id))
         signature = home.identity_in(self.decision.roster).sign(LABEL_KEY + statement)
         return {"key": key.hex(), "signature": signature.hex()}
+
+    def _listed_by(self, silo: str) -> bytes:
+        """Of files that are sorted, the digest of all people in the name of `silo`: the server, to which the order's is
+        stated, could hand that to a silo that lists others. Nothing where people are matched: all signed that they list
+        them."""
+        assert self._config.alignment is not None
+        if self._config.alignment.how == "matching":
+            return b""
+        return sorted_order(self._prepared, digest(b"response-listed", self.decision.offer.hash, silo.encode()))
 
     def _opener(self) -> X25519PrivateKey:
         kept = self._sealer.open(self._key_slot, (self.folder / _KEY).read_bytes())
@@ -427,9 +436,11 @@ class ColumnsJob(SiteJob):
         home, offer, roster = self.home, self.decision.offer, self.decision.roster
         if wanted.silo not in offer.silos or wanted.silo == home.id:
             raise ProtocolError(f"the response is for the other silos of the job, and '{wanted.silo}' is none")
-        statement = _key_statement(offer, wanted.silo, wanted.key)
+        people = self._listed_by(wanted.silo)
+        statement = _key_statement(offer, wanted.silo, wanted.key, people)
         if not signed(roster.member(wanted.silo).identity_key, LABEL_KEY, statement, wanted.signature):
-            raise ProtocolError(f"the key for the response is not signed by '{wanted.silo}'")
+            as_who = " as who lists the same people can sign it" if people else ""
+            raise ProtocolError(f"the key for the response is not signed by '{wanted.silo}'{as_who}")
         content = self._kept_response()
         if content is None:
             assert self._outcome is not None

@@ -51,8 +51,8 @@ from secure_fvi.alignment import MatchingSilo
 from secure_fvi.checkpoints import StoreCheckpoints
 from secure_fvi.cli.policy import _alignment_lines
 from secure_fvi.columns import RESPONSE_HOLDER
+from secure_fvi.deployment import columns_job, serving, site_job
 from secure_fvi.deployment import holding as holding_module
-from secure_fvi.deployment import serving, site_job
 from secure_fvi.deployment.columns_job import _SUITE, ServerColumns, _one_order, read_aligned
 from secure_fvi.deployment.columns_job import ColumnsJob as SiteColumns
 from secure_fvi.deployment.countersigning import hold_to_seen, open_trail
@@ -193,6 +193,39 @@ def test_a_server_that_carries_the_response_cannot_open_it(
         for_me = tell("east", Wanted("north", mine, bytes(64)))
         stolen = _SUITE.decrypt(for_me.sealed, own, digest(b"response-sealed", offer.hash, order, b"north"))
         assert wire.tensors(bytes(stolen), "x")["y"].sum() > 1
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_silo_that_copies_the_digest_of_an_order_is_told_no_response(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: bool
+) -> None:
+    """It lists strangers, and the server, to which all state the digest of their people, hands it that of another silo.
+    The control is a key that is signed without the people: the labels are sealed for it."""
+    job, hub = ColumnsJob(world, tmp_path, **AT_SILO), world.homes["hub"]
+    job.files["north"].write_text(job.files["north"].read_text().replace("P-", "Q-"))
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW, silos=SILOS)
+    signed = sign_offer(offer, hub.identity())
+    if not bound:
+        monkeypatch.setattr(SiteColumns, "_listed_by", lambda self, silo: b"")
+    with ExitStack() as stack:
+        sites = {s: stack.enter_context(closing(Site(world.homes[s], Local()))) for s in SILOS}
+
+        def joined(silo: str) -> Mapping[str, Any]:
+            met(hub, sites[silo])
+            return unpack_schema(CODEC.unpack(sites[silo].handle(offer.job, JOIN + signed), Joined).schema).constants
+
+        order = joined("east")["order"]
+        inner = columns_job.sorted_order
+        monkeypatch.setattr(
+            columns_job, "sorted_order",
+            lambda prepared, of: bytes.fromhex(order) if of == offer.hash else inner(prepared, of),
+        )  # fmt: skip
+        said = joined("north")
+        assert said["order"] == order
+        wanted = Wanted("north", bytes.fromhex(said["key"]), bytes.fromhex(said["signature"]))
+        monkeypatch.setattr(columns_job, "sorted_order", inner)
+        with pytest.raises(ProtocolError, match="as who lists the same people can") if bound else nullcontext():
+            assert sites["east"].handle(offer.job, KNOWN + CODEC.pack(wanted))
 
 
 @pytest.mark.slow
