@@ -26,7 +26,18 @@ from secure_fvi.audits.attributes import Attribute, released_rows
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.gradient_inversion import MATCHED_BATCHES, inversion_rows
 from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, property_rows, runs_with_many
-from secure_fvi.audits.vertical import World, column_rows, columns_of, label_rows, record
+from secure_fvi.audits.vertical import (
+    LEAST_PEOPLE,
+    Game,
+    World,
+    column_rows,
+    columns_of,
+    label_rows,
+    matching_rows,
+    member_row,
+    play,
+    record,
+)
 from secure_fvi.audits.worlds import PLAIN, Data, Protection, Workbench
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
@@ -354,13 +365,15 @@ ROUNDS = 60
 VERTICAL_ATTACKS = {
     "labels": "labels of people off the broadcast gradients, by sign, size and direction",
     "columns": "a silo's predictor off its own messages and off the totals",
+    "membership": "who takes part, off totals and pulls and by private matching",
     "epsilon": "what a canary proves about epsilon, beside the claim",
 }
 
 
 @dataclass
 class VerticalSubject:
-    """What is attacked. Each protection is run once, for `rounds` rounds."""
+    """What is attacked. Each protection is run once, for `rounds` rounds, for `membership` twice more, over half of the
+    people."""
 
     likelihood: Likelihood
     data: VerticalDataset
@@ -373,6 +386,7 @@ class VerticalSubject:
 
     def __post_init__(self) -> None:
         self._worlds: dict[str, World] = {}
+        self._games: dict[tuple[str, bool], Game] = {}
 
     @property
     def known(self) -> dict[str, str]:
@@ -391,14 +405,16 @@ class VerticalSubject:
             return [row for p in _claims(protections) for row in self._epsilons(p)]
         rows: list[AuditRow] = []
         for protection in protections:
-            found, control = self._world(protection), self._world(PLAIN)
-            if attack == "columns":
-                rows += column_rows(protection.name, found, control)
-                continue
             privacy = protection.privacy
             of = (None, 0.0) if privacy is None else (privacy.epsilon, privacy.delta)
-            rows += label_rows(protection.name, found, control, *of)
-        return rows
+            if attack == "membership":
+                games = [[self._game(p, whole) for p in (protection, PLAIN)] for whole in (False, True)]
+                rows += [member_row(protection.name, found, control, *of) for found, control in games]
+            elif attack == "columns":
+                rows += column_rows(protection.name, self._world(protection), self._world(PLAIN))
+            else:
+                rows += label_rows(protection.name, self._world(protection), self._world(PLAIN), *of)
+        return rows + (matching_rows() if attack == "membership" else [])
 
     def _epsilons(self, protection: Protection) -> list[AuditRow]:
         assert protection.privacy is not None
@@ -416,6 +432,8 @@ class VerticalSubject:
             return epsilon.why_not(model, self.algorithm, silos, RecordDP(noise_multiplier=1.0))
         if self.algorithm.is_power or self.algorithm.batch_size is not None:
             return "it follows people over rounds of the augmented-variable model with all records in each"
+        if attack == "membership" and len(self.data.response) < LEAST_PEOPLE:
+            return f"it needs {LEAST_PEOPLE} people, half of whom take part"
         if attack == "labels" and self.algorithm.response != "private":
             return "the response is shared, so that every silo is given the labels"
         if attack == "labels" and not isinstance(self.likelihood, Bernoulli):
@@ -427,7 +445,8 @@ class VerticalSubject:
 
     def work(self, attacks: Sequence[str], protections: Sequence[Protection]) -> int:
         runs = 2 * self.canaries.canary_runs * (epsilon.NAME in attacks)
-        return runs + self.rounds * len({PLAIN[0], *(p.name for p in protections)}) * (set(attacks) != {epsilon.NAME})
+        worlds = bool({"labels", "columns"} & set(attacks)) + 2 * ("membership" in attacks)
+        return runs + self.rounds * len({PLAIN[0], *(p.name for p in protections)}) * worlds
 
     def _world(self, protection: Protection) -> World:
         name, aggregation, privacy = protection
@@ -438,6 +457,16 @@ class VerticalSubject:
                 real_data=self.real_data, each=lambda: self.told(f"{name}: the run"),
             )  # fmt: skip
         return self._worlds[name]
+
+    def _game(self, protection: Protection, whole: bool) -> Game:
+        name, aggregation, privacy = protection
+        if (name, whole) not in self._games:
+            config = replace(self.algorithm, rounds=self.rounds)
+            self._games[name, whole] = play(
+                self.data, self.likelihood, config, aggregation, privacy, whole=whole, simulated=self.simulated,
+                real_data=self.real_data, each=lambda: self.told(f"{name}: one of two people in each place"),
+            )  # fmt: skip
+        return self._games[name, whole]
 
 
 Federations: TypeAlias = Federation | VerticalFederation
@@ -505,6 +534,7 @@ _TOGETHER = (
     ("epsilon",),
     ("properties", "attributes"),
     ("gradients", "inversion", "membership"),
+    ("labels", "columns"),
 )
 
 

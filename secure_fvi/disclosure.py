@@ -31,8 +31,10 @@ DISCLOSURES = {
     "per_silo_rows": "a total has a row a silo: the server reads each silo's own values in it",
     "person_rows": "a total has a row a person, without noise: whoever knows a silo's predictor for most of the people "
     "learns it for the others from the totals of some rounds (R^2 1.00 measured where the auxiliary variables are "
-    "integrated out, .1 to .9 in the other families); the broadcasts tell everybody's label, where labels are classes, "
-    "unless the silos alone know them",
+    "integrated out, .1 to .9 in the other families: auxiliary kind 'amortised'; [privacy] alone bounds it), and where "
+    "two silos hold columns, not three, each learns the other's at once; whoever knows a person's columns learns "
+    "whether it takes part; the broadcasts tell everybody's label, where labels are classes, unless the silos alone "
+    "know them",
     "single_silos": "a sum is of one silo alone, or the job's sums are equations for each: the server, and with the "
     "next broadcasts all silos, learn its term",
     "changing_cohorts": "exact sums over a part of the silos that changes from sum to sum: their differences come "

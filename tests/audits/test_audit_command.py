@@ -145,9 +145,14 @@ def test_a_vertical_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     path = tmp_path / "vertical.toml"
     path.write_text(VERTICAL)
     out = tmp_path / "audit"
-    assert run(str(path), "--attack", "labels", "--attack", "columns", "--epsilon", "1", "--out", str(out)) == 0
+    chosen = [word for name in ("labels", "columns", "membership") for word in ("--attack", name)]
+    assert run(str(path), *chosen, "--epsilon", "1", "--out", str(out)) == 0
     rows = {(r["attack"], r["protection"]): r for r in json.loads((out / "audit.json").read_text())["rows"]}
-    assert {protection for _, protection in rows} == {"masked", "DP 1"}
+    assert {protection for _, protection in rows} == {"masked", "DP 1", "private matching"}
+    everything = rows["membership, totals: all of a person", "DP 1"]["detail"]
+    assert everything["institutions"] == 4
+    assert 0.9 < everything["tpr_bound_at_fpr_0.1"] < 1
+    assert "at most 0.27 under epsilon 1" in (out / "audit.html").read_text()
     assert rows["labels, sign", "masked"]["value"] >= 0.99
     private = rows["labels, sign", "DP 1"]
     assert private["value"] < private["detail"]["bound"]
