@@ -210,8 +210,9 @@ def _alignment_lines(job: Config) -> list[str]:
     listed = job.response is not None and job.response.data is not None  # the server has a list too, of its own file
     return [
         f"{by}, matched in private before the first round (docs/vertical-alignment.md)",
-        "  the server learns how many people each party holds, and how many all or some of them hold; a silo learns "
-        "which of its own people all hold",
+        "  the server learns how many people each party holds, and how many all or some of them hold"
+        f"{', and of each person in its own file which silos hold it' if listed else ''}; a silo learns which of its "
+        "own people all hold",
         f"  each other {'party, the server too,' if listed else 'silo'} tests as many identifiers against this site's "
         f"as it committed to before: all together at most {len(job.silo) - 1 + listed} times 'largest' in each of "
         "'matchings' jobs",

@@ -348,6 +348,7 @@ def test_explain_says_how_many_identifiers_all_others_test(world: World, tmp_pat
     assert f"all together at most {len(SILOS)} times 'largest'" in found  # the other silos' lists, and the server's
     alone = "\n".join(_alignment_lines(ColumnsJob(world, tmp_path, False, **AT_SILO, alignment=MATCHED).config))
     assert f"all together at most {len(SILOS) - 1} times 'largest'" in alone  # whose server has no list
+    assert ["its own file which silos hold it" in text for text in (found, alone)] == [True, False]
     assert "largest" not in other
 
 

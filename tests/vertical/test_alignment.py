@@ -465,6 +465,20 @@ def test_what_the_matcher_sees_says_nothing_of_who(short: None) -> None:
                for m in first.said(alignment.Outputs))  # fmt: skip
 
 
+def test_a_matcher_with_a_list_knows_where_each_of_it_is(short: None) -> None:
+    """As the server of a job that holds the response: not only whom all hold, but silo by silo. Of others it has
+    outputs that it cannot make. The control is a session in which it had no list."""
+    world, without = World(TABLES, 1), World(TABLES, 2)
+    for either in (world, without):
+        either.match()
+    own = {o: e[1:].decode() for o, e in world.silos["c"]._by_output().items() if e[0] == 1}
+    sent = {n: alignment._split(world.said(alignment.Outputs, n)[0].outputs) for n in "ab"}
+    found = {n: {own[o] for o in outputs if o in own} for n, outputs in sent.items()}
+    assert found == {"a": {"ann", "dan", "eve", "fay"}, "b": COMMON}  # fay is at one of the two
+    assert {n: len(set(outputs) - set(own)) for n, outputs in sent.items()} == {"a": 3 + 4, "b": 3 + 4}  # and checks
+    assert not own.keys() & {o for n in "ab" for o in alignment._split(without.said(alignment.Outputs, n)[0].outputs)}
+
+
 # ---- kills ----
 
 
