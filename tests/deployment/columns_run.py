@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from consortium_run import SILOS, Job
 from deployment_world import World
 from safetensors.torch import load_file
 
+from secure_fvi.models.vertical_programs import load_adult
 from secure_fvi.runs.config import Alignment
 from secure_fvi.runs.directory import read_json
 
@@ -95,6 +98,27 @@ class ColumnsJob(Job):
                 **changes,
             }
         super().allow(site, **changes)
+
+
+def census(folder: Path, **algorithm: Any) -> dict[str, Any]:
+    """A job of 30,000 people of the census, columns at five silos in files of their own, the outcome at the server."""
+    data = os.environ.get("SECURE_FVI_DATA")
+    if data is None or not (Path(data) / "uci_adult").is_dir():
+        pytest.skip("SECURE_FVI_DATA holds no uci_adult")
+    adult = load_adult(Path(data), records=30_000)
+    for name, table in (*((s, rows["x"]) for s, rows in adult.silos.items()), ("outcome", adult.response[:, None])):
+        columns = [f"c{i}" for i in range(table.shape[1])] if name != "outcome" else ["rich"]
+        rows = [[f"P-{at:05}", *map(float, row)] for at, row in enumerate(table)]
+        write(folder / f"{name}.csv", ["person", *columns], rows)
+    return {
+        "seed": 3,
+        "model": {"likelihood": "bernoulli"},
+        "silo": [{"id": s, "data": str(folder / f"{s}.csv")} for s in sorted(adult.silos)],
+        "response": {"data": str(folder / "outcome.csv"), "column": "rich"},
+        "alignment": SORTED,
+        "algorithm": {**VERTICAL, "rho": 0.1, "learning_rate": 0.02, **algorithm},
+        "run": {"compile": False, "threads": 1},
+    }
 
 
 def owned(job: Job, world: World) -> dict[str, dict[str, torch.Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 import shutil
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from columns_run import (
     VERTICAL,
     ColumnsJob,
     aligned,
+    census,
     owned,
     shuffled,
     write,
@@ -88,7 +88,7 @@ from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, P
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.models.vertical_poisson import SCALE, Areas, simulate
-from secure_fvi.models.vertical_programs import Data, load_adult, make_data
+from secure_fvi.models.vertical_programs import Data, make_data
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.privacy.noise import KeptNoise, NoiseSource
@@ -454,25 +454,9 @@ def test_adult_over_five_silos_in_processes_of_their_own(tmp_path: Path) -> None
     """30,000 people of the census, in batches of 512, the outcome at the server: posterior and each silo's own are
     those of one process, byte for byte, and a silo uploads 8 bytes a person of the batch and its sum's overhead. The
     control: another seed's posterior is another."""
-    data = os.environ.get("SECURE_FVI_DATA")
-    if data is None or not (Path(data) / "uci_adult").is_dir():
-        pytest.skip("SECURE_FVI_DATA holds no uci_adult")
-    rounds, batch, adult = 40, 512, load_adult(Path(data), records=30_000)
-    for name, table in (*((s, rows["x"]) for s, rows in adult.silos.items()), ("outcome", adult.response[:, None])):
-        columns = [f"c{i}" for i in range(table.shape[1])] if name != "outcome" else ["rich"]
-        rows = [[f"P-{at:05}", *map(float, row)] for at, row in enumerate(table)]
-        write(tmp_path / f"{name}.csv", ["person", *columns], rows)
-    algorithm = {**VERTICAL, "rho": 0.1, "rounds": rounds, "batch_size": batch, "learning_rate": 0.02}
-    job: dict[str, Any] = {
-        "seed": 3,
-        "model": {"likelihood": "bernoulli"},
-        "silo": [{"id": s, "data": str(tmp_path / f"{s}.csv")} for s in sorted(adult.silos)],
-        "response": {"data": str(tmp_path / "outcome.csv"), "column": "rich"},
-        "alignment": SORTED,
-        "algorithm": algorithm,
-        "run": {"compile": False, "threads": 1},
-    }
-    parties = Parties(tmp_path / "parties", job, sorted(adult.silos))
+    rounds, batch = 40, 512
+    job = census(tmp_path, rounds=rounds, batch_size=batch)
+    parties = Parties(tmp_path / "parties", job, [silo["id"] for silo in job["silo"]])
     for silo in parties.silos:
         allow(parties.homes[silo], parties.config, disclosures=["person_rows", "sampled_records"])
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from columns_run import AT_SILO, MATCHED, PEOPLE, VERTICAL, ColumnsJob, in_order, owned, shuffled
+from columns_run import AT_SILO, MATCHED, PEOPLE, VERTICAL, ColumnsJob, census, in_order, owned, shuffled
 from consortium_run import HOLDER, SILOS, Job
 from deployment_world import World, new_world
 from safetensors.torch import load
@@ -27,8 +27,11 @@ pytest.importorskip("nvflare")
 from secure_fvi.checkpoints import latest_round
 from secure_fvi.engines import flare_kits
 from secure_fvi.errors import SecureFVIError, SecureFVIWarning
+from secure_fvi.runs import wording
+from secure_fvi.runs.config import parse
 from secure_fvi_lab.bench.engine import whole_job
 from secure_fvi_lab.bench.flare import ADMIN, HUB, JOB_AT_SERVER, JOB_AT_SITE, SERVER, SITE, Flare, campaign, times
+from secure_fvi_lab.bench.world import allow, consortium, posterior
 
 pytestmark = pytest.mark.slow
 FLARE = {"kind": "flare"}
@@ -97,6 +100,23 @@ def test_flare_carries_columns_too(flare: Processes, tmp_path: Path, response: s
     answers = job.files["response"].read_text().splitlines()
     job.files["response"].write_text("\n".join([*answers[:-1], f"{answers[-1][:-1]}{1 - int(answers[-1][-1])}"]) + "\n")
     assert job.local("another") != _posterior(job)
+
+
+def test_flare_carries_the_census(tmp_path: Path) -> None:
+    """30,000 people, columns at five silos and the outcome at the server, six members each with FLARE's processes: the
+    posterior of one process, byte for byte. The control: another seed's posterior is another."""
+    job = {**census(tmp_path, rounds=5, batch_size=512), "engine": FLARE}
+    config = parse(job, "job")
+    homes = consortium(tmp_path / "world", [silo["id"] for silo in job["silo"]])
+    for silo in job["silo"]:
+        allow(homes[silo["id"]], config, disclosures=["person_rows", "sampled_records"])
+    (tmp_path / "job.toml").write_text(wording.dumps(job))
+    with Flare(homes, tmp_path) as flare:
+        flare.start(*homes)
+        flare.launch(tmp_path / "job.toml", tmp_path / "remote")
+    found = (tmp_path / "remote" / "posterior.safetensors").read_bytes()
+    assert found == posterior(config)
+    assert posterior(parse({**job, "seed": 4}, "another")) != found
 
 
 def test_people_are_matched_over_flare(flare: Processes, tmp_path: Path) -> None:
