@@ -32,6 +32,18 @@ def put(rows: Params, at: Tensor | None, new: Params) -> Params:
     return new if at is None else {name: value.index_copy(0, at, new[name]) for name, value in rows.items()}
 
 
+def averages(latest: Params, average: Params, seen: Tensor, first: int, now: int) -> Params:
+    """Means over steps `first` to `now` of rows of which `average` holds the steps up to the one in which each was last
+    `seen` (B,), and which have stood still at `latest` since; before the first step `latest` itself."""
+    if now < first:
+        return latest
+    share = (seen - first + 1).clamp(min=0).to(torch.float64) / (now - first + 1)
+    return {
+        name: value + share.to(value).reshape(-1, *[1] * (value.dim() - 1)) * (average[name] - value)
+        for name, value in latest.items()
+    }
+
+
 def stacked(blocks: Sequence[Params]) -> Params:
     """Rows of one block after the other's."""
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}

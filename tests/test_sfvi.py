@@ -113,7 +113,7 @@ def test_absent_records_are_frozen() -> None:
     assert torch.equal(moved, counted)
 
 
-def _batched(records: int, rate: float, iterations: int, average_last: float = 0.25) -> Any:
+def _batched(records: int, rate: float, iterations: int, average_last: float = 0.25, by: Any = None) -> Any:
     """A silo of so many records with a latent each, and its server."""
 
     def program(y: torch.Tensor) -> None:
@@ -123,9 +123,25 @@ def _batched(records: int, rate: float, iterations: int, average_last: float = 0
             pyro.sample("y", dist.Normal(own, 1.0), obs=y)
 
     data = [{"y": torch.linspace(-1, 1, records, dtype=torch.float64)}, {"y": torch.ones(3, dtype=torch.float64)}]
-    algorithm = sf.SFVI(iterations=iterations, sampling_rate=rate, average_last=average_last)
+    algorithm = by or sf.SFVI(iterations=iterations, sampling_rate=rate, average_last=average_last)
     server, engine, _ = build_parties(sf.FederatedModel(program, "row"), data, algorithm, sf.Plain(), compile=False)
     return server, engine, engine.silos["silo-1"]
+
+
+class Made(TorchDispatchMode):
+    """Notes the sizes of tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        schema = func._schema
+        if not schema.is_mutable and not any(r.alias_info for r in schema.returns):
+            several = found if isinstance(found, tuple | list) else [found]
+            self.sizes += [value.numel() for value in several if isinstance(value, torch.Tensor)]
+        return found
 
 
 def test_averages_of_records_that_stand_still_are_the_means_of_all_iterates() -> None:
@@ -173,31 +189,36 @@ def test_a_batch_makes_nothing_of_the_size_of_the_silo(rate: float, monkeypatch:
     server, engine, silo = _batched(5_000, rate, 8, average_last=1.0)
     for _ in range(3):
         engine.run(server.round())
-    largest = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = func(*args, **(kwargs or {}))
-            schema = func._schema
-            new = not schema.is_mutable and not any(r.alias_info for r in schema.returns)
-            for value in found if isinstance(found, tuple | list) else [found]:
-                if new and isinstance(value, torch.Tensor):
-                    largest[0] = max(largest[0], value.numel())
-            return found
-
     uniforms = KeyedDraws.uniforms
 
     def drawing(self: KeyedDraws, *args: Any, **kwargs: Any) -> Any:
         found = uniforms(self, *args, **kwargs)
-        largest[0] = max(largest[0], found.size)
+        made.sizes.append(found.size)
         return found
 
     monkeypatch.setattr(KeyedDraws, "uniforms", drawing)
-    with Watch():
+    with Made() as made:
         for _ in range(3):
             engine.run(server.round())
             silo.settle(server.state.accepted)
-    assert (largest[0] < 1_000) is (rate < 1)
+    assert (max(made.sizes) < 1_000) is (rate < 1)
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize("rate", [0.01, 1.0])
+@pytest.mark.parametrize("algorithm", [sf.SFVIAvg, sf.PVI])
+def test_a_local_step_makes_nothing_of_the_size_of_the_silo(algorithm: Any, rate: float) -> None:
+    """A round of twice the steps makes no more tensors of 5,000 numbers; the control are steps of all records."""
+    counts = []
+    for steps in (10, 20):
+        server, engine, _ = _batched(5_000, rate, 0, by=algorithm(rounds=1, local_steps=steps, sampling_rate=rate))
+        with Made() as made:
+            engine.run(server.round())
+            if algorithm is sf.SFVIAvg:  # whose first sum counts records
+                engine.run(server.round())
+        counts.append(sum(size >= 5_000 for size in made.sizes))
+    assert counts[0] > 0
+    assert (counts[0] == counts[1]) is (rate < 1), counts
 
 
 def test_minibatch_gradients_are_unbiased() -> None:

@@ -50,7 +50,7 @@ from secure_fvi.objective import SiloFunction, SiloGradient, silo_gradient, vjp
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
 from secure_fvi.randomness import start_draws
-from secure_fvi.trees import merge, part, put, take
+from secure_fvi.trees import merge, part, take
 
 #: Local optimisers that are no `torch.optim` class.
 CLOSED_FORM, NATURAL, FIXED_POINT, GRADIENT = "closed_form", "natural", "fixed_point", "gradient"
@@ -402,6 +402,7 @@ class SiloFit:
         carry = Carry(
             current, record, moments["record"], silo, moments["silo"], own.phi, moments["phi"], average, moved
         )
+        records = None if batches is None or not record else Trailing(record, moments["record"], steps, len(moved))
         tilted = (families.move(cavity.shift), families.move(cavity.precision))
         how = (steps, own.visits, share)
         pace = self._until_settled(*how) if block.newton else self._as_planned(*how, block.length)
@@ -412,7 +413,13 @@ class SiloFit:
             rates = pace(carry)
             if rates is None:
                 break
-            carry = self._advance(block, carry, Inputs(tilted, theta, rows, weights, *eps, rates), batch)
+            inputs = Inputs(tilted, theta, rows, weights, *eps, rates)
+            if records is None or batch is None:
+                carry = block(carry, inputs)
+            else:
+                at = torch.from_numpy(batch[0]).to(self.problem.device)
+                carry = records.put(at, block(records.taken(carry, at), inputs))
+        carry = carry if records is None else records.ended(carry)
         average = carry.average
         loc, covariance = (average[name].to("cpu", torch.float64) for name in ("loc", "covariance"))
         ended = all(bool(torch.isfinite(v).all()) for v in average.values()) and _definite(covariance)
@@ -488,19 +495,6 @@ class SiloFit:
     @cached_property
     def _one_draw(self) -> StepBlock:
         return StepBlock(self.families, False)
-
-    def _advance(self, block: StepBlock, carry: Carry, inputs: Inputs, batch: npt.NDArray[np.int64] | None) -> Carry:
-        """The state after a block. Records that are in no batch only move along with the means of Z_G and Z_S."""
-        if batch is None or not carry.record:
-            return block(carry, inputs)
-        at = torch.from_numpy(batch[0]).to(self.problem.device)
-        after = block(
-            carry._replace(record=take(carry.record, at), record_moments=take(carry.record_moments, at)), inputs
-        )
-        return after._replace(
-            record=put(reanchored_records(carry.record, after.moved), at, after.record),
-            record_moments=put(carry.record_moments, at, after.record_moments),
-        )
 
     def _rows(self, batch: npt.NDArray[np.int64] | None, view: SiloView) -> tuple[Params, Tensor]:
         """Rows and weights of a block, for its batches (S, B)."""
@@ -594,6 +588,41 @@ class SiloFit:
         ]
         batches: npt.NDArray[np.int64] = np.concatenate(orders).reshape(-1, size)[:steps]
         return batches
+
+
+class Trailing:
+    """A silo's records in minibatches. A block takes its own rows and writes them back where they lie; records that are
+    in no batch only move along with the means of Z_G and Z_S, which is made up for when they are next in one."""
+
+    def __init__(self, record: Params, moments: Params, blocks: int, width: int) -> None:
+        self._record, self._moments = ({name: v.clone() for name, v in p.items()} for p in (record, moments))
+        one = next(iter(record.values()))
+        #: (blocks + 1, n_global + n_silo) how far the means have come, and (N + 1,) to which of these a row refers.
+        self._ways, self._done = one.new_zeros(blocks + 1, width), 0
+        self._seen = torch.zeros(len(one), dtype=torch.int64, device=one.device)
+
+    def taken(self, carry: Carry, at: Tensor) -> Carry:
+        """With the records at these rows."""
+        return carry._replace(record=self._moved_on(at), record_moments=take(self._moments, at))
+
+    def put(self, at: Tensor, carry: Carry) -> Carry:
+        """After a block of these rows."""
+        self._ways[self._done + 1] = self._ways[self._done] + carry.moved
+        self._done += 1
+        self._seen[at] = self._done
+        for rows, values in ((self._record, carry.record), (self._moments, carry.record_moments)):
+            for name, value in values.items():
+                rows[name].index_copy_(0, at, value)
+        return carry
+
+    def ended(self, carry: Carry) -> Carry:
+        """With all records."""
+        return carry._replace(record=self._moved_on(None), record_moments=self._moments)
+
+    def _moved_on(self, at: Tensor | None) -> Params:
+        """The records at these rows, None for all, relative to the means as they are."""
+        record, seen = take(self._record, at), self._seen if at is None else self._seen[at]
+        return reanchored_records(record, self._ways[self._done] - self._ways[seen])
 
 
 # ---- consecutive steps as one pure function, traced and compiled: calls cost more than small steps do ----
@@ -993,8 +1022,13 @@ def reanchored_silo(silo: Params, moved: Tensor, n_silo: int) -> tuple[Params, T
 
 
 def reanchored_records(record: Params, moved: Tensor) -> Params:
-    """q(Z_L | Z_G, Z_S) relative to means that lie by `moved` (n_global + n_silo,) further on."""
-    return {**record, "loc": record["loc"] + record["coupling"] @ moved} if "coupling" in record else dict(record)
+    """q(Z_L | Z_G, Z_S) relative to means that lie by `moved` (n_global + n_silo,), or (B, n_global + n_silo) of each
+    record, further on."""
+    if "coupling" not in record:
+        return dict(record)
+    gains = record["coupling"]
+    further = gains @ moved if moved.dim() == 1 else (gains @ moved.unsqueeze(-1)).squeeze(-1)
+    return {**record, "loc": record["loc"] + further}
 
 
 def _gains_times(params: Params, root: Tensor, spread: Tensor) -> Params:

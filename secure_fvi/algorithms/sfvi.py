@@ -72,7 +72,7 @@ from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
 from secure_fvi.privacy.gate import MOST_ROWS
 from secure_fvi.states import Moved
-from secure_fvi.trees import merge, part, running_average, stacked, take, to_numpy, unflatten
+from secure_fvi.trees import averages, merge, part, running_average, stacked, take, to_numpy, unflatten
 
 if TYPE_CHECKING:
     from secure_fvi.algorithms import final_server, noise_aware, refining_server, sfvi_warm, stopping
@@ -271,13 +271,8 @@ class SFVILocal(NamedTuple):
             return record
         if not len(self.seen):
             return average
-        first = self.steps - self.averaged + 1
         seen = self.seen if at is None else self.seen[at]
-        share = (seen - first + 1).clamp(min=0).to(torch.float64) / self.averaged
-        return {
-            name: value + share.to(value).reshape(-1, *[1] * (value.dim() - 1)) * (average[name] - value)
-            for name, value in record.items()
-        }
+        return averages(record, average, seen, self.steps - self.averaged + 1, self.steps)
 
 
 class Sent(NamedTuple):

@@ -64,7 +64,7 @@ from secure_fvi.later import Later
 from secure_fvi.objective import SiloFunction, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import Count, NotNegative, Part, Positive, Says, Share, Spread, Whole, check
-from secure_fvi.trees import merge, part, running_average, to_numpy
+from secure_fvi.trees import averages, merge, part, running_average, take, to_numpy
 
 if TYPE_CHECKING:
     from secure_fvi.algorithms import final_server, refining_server
@@ -276,14 +276,55 @@ class Point(NamedTuple):
     own: Latents
 
     def averaged(self, latest: Point, count: int) -> Point:
-        """This average with `latest` as its `count`-th term, states of optimisers aside."""
-        if count <= 1:
-            return latest
-        record = running_average(self.own.record, latest.own.record, count)
+        """This average with `latest` as its `count`-th term, states of optimisers and records aside."""
         silo = running_average(self.own.silo, latest.own.silo, count)
         return self._replace(
-            shared=running_average(self.shared, latest.shared, count), own=self.own._replace(record=record, silo=silo)
+            shared=running_average(self.shared, latest.shared, count), own=self.own._replace(silo=silo)
         )
+
+
+class Records:
+    """Distributions of a silo's records over the steps of a round: where they are, and their average over the steps
+    from `first` on. In minibatches a step writes its own rows, where they lie, and an average is made up for the steps
+    that a row was not in when it is next in one."""
+
+    def __init__(self, own: Latents, first: int, by_row: bool) -> None:
+        self.own, self.average, self.first, self.by_row = own, own.record, first, by_row
+        if by_row:
+            record, moments, self.average = (
+                {name: value.clone() for name, value in params.items()}
+                for params in (own.record, own.record_moments, own.record)
+            )
+            self.own = own._replace(record=record, record_moments=moments)
+            one = next(iter(record.values()))
+            self._seen = torch.full((len(one),), -1, device=one.device)  # no step yet
+
+    def taken(self, own: Latents, at: Tensor | None) -> Latents:
+        """`own` with the records at these rows."""
+        mine = self.own.taken(at)
+        return own._replace(record=mine.record, record_moments=mine.record_moments)
+
+    def put(self, at: Tensor | None, new: Latents, step: int) -> None:
+        """After `step`, which was of these rows."""
+        if at is None or not self.by_row:
+            self.own, self.average = new, running_average(self.average, new.record, step - self.first + 1)
+            return
+        before = averages(take(self.own.record, at), take(self.average, at), self._seen[at], self.first, step - 1)
+        average = running_average(before, new.record, step - self.first + 1)
+        for rows, values in (
+            (self.own.record, new.record), (self.own.record_moments, new.record_moments), (self.average, average)
+        ):  # fmt: skip
+            for name, value in values.items():
+                rows[name].index_copy_(0, at, value)
+        self._seen[at] = step
+
+    def ended(self, here: Point, average: Point, steps: int) -> tuple[Point, Point]:
+        """Both with all records, after so many steps."""
+        there = self.average
+        if self.by_row:
+            there = averages(self.own.record, there, self._seen, self.first, steps - 1)
+        own = here.own._replace(record=self.own.record, record_moments=self.own.record_moments)
+        return here._replace(own=own), average._replace(own=average.own._replace(record=there))
 
 
 class Factors(NamedTuple):
@@ -621,12 +662,17 @@ class SFVIAvgProgram(StructuredProgram):
     def _walk(self, start: Point, steps: int, factors: Factors, view: SiloView) -> tuple[Point, Point]:
         """Keys begin where those of the question before end."""
         here, average = start, start
+        records = Records(start.own, 1 - self.config.averaged(0, steps), self.by_row and bool(start.own.record))
         for step in range(steps):
             key = view.turn * self.config.keys_a_round + BOUND_DRAWS + step
             now = factors._replace(rate=factors.rate * (1 - (1 - LEAST_RATE) * step / steps))
-            here, _ = self._call(here, view, key, self.drawn(key, view), now)
+            rows = self.drawn(key, view)
+            rows = None if rows is None else at_least_two(rows, view.size)
+            at = self.at(rows)
+            here, _ = self._call(here._replace(own=records.taken(here.own, at)), view, key, rows, now)
+            records.put(at, here.own, step)
             average = average.averaged(here, self.config.averaged(step, steps))
-        return here, average
+        return records.ended(here, average, steps)
 
     def _bound(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> Tensor:
         """The silo's part of the bound at the q(Z_G) that was sent, nats (): the mean over draws of Z_G that all
@@ -643,16 +689,15 @@ class SFVIAvgProgram(StructuredProgram):
     def _call(
         self, at: Point, view: SiloView, key: int, rows: Rows | None, factors: Factors, eps: Tensor | None = None
     ) -> tuple[Point, Tensor]:
-        """One step on these rows (None: all), at the given eps_G or at one of the silo's own, and the silo's part of
-        the bound before it. `key` names the draws, which are used once."""
-        size, rows = self.family.noise_size, None if rows is None else at_least_two(rows, view.size)
+        """One step on these rows (None: all), whose latents `at` has, at the given eps_G or at one of the silo's own,
+        and the silo's part of the bound before it. `key` names the draws, which are used once."""
+        size = self.family.noise_size
         # One draw cut in two: two draws under one key would share their numbers.
         drawn = self.move(view.silo_draws.normals(key, size + self.n_silo))
         batch = self.batch(key, view, rows, drawn[:, size:].clone(), self.config.sampling_rate)
-        taken = at._replace(own=at.own.taken(self.at(rows)))
         numbers = torch.tensor(factors, dtype=self.problem.dtype, device=self.problem.device)
-        new, value = self._step(taken, batch, drawn[0, :size].clone() if eps is None else eps, numbers)
-        return new._replace(own=at.own.put(self.at(rows), new.own)), value
+        found: tuple[Point, Tensor] = self._step(at, batch, drawn[0, :size].clone() if eps is None else eps, numbers)
+        return found
 
     def step_function(self, at: Point, batch: Batch, eps: Tensor, factors: Tensor) -> tuple[Point, Tensor]:
         copies, rate, moving = factors.unbind()

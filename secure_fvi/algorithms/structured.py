@@ -27,7 +27,7 @@ from secure_fvi.later import Later
 from secure_fvi.objective import SiloGradient
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.randomness import server_draws, start_draws
-from secure_fvi.trees import part, put, take
+from secure_fvi.trees import part, take
 
 if TYPE_CHECKING:
     from secure_fvi.algorithms import final_server, refining_server
@@ -51,11 +51,6 @@ class Latents(NamedTuple):
     def taken(self, at: Tensor | None) -> Latents:
         """With the records at these rows alone; None: all."""
         return self._replace(record=take(self.record, at), record_moments=take(self.record_moments, at))
-
-    def put(self, at: Tensor | None, new: Latents) -> Latents:
-        """`new`, its records at these rows among the others, which stay."""
-        record, moments = put(self.record, at, new.record), put(self.record_moments, at, new.record_moments)
-        return new._replace(record=record, record_moments=moments)
 
 
 class Batch(NamedTuple):

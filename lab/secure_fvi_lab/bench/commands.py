@@ -92,14 +92,15 @@ def local_step(data: Path | None, repeats: int) -> Finding:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--quick", is_flag=True, help="Fewer and smaller rows: some 20 s instead of some 5 minutes.")
 @click.option("--plot", metavar="FILE.png", help="Draw the times into this file as well.")
-def secure_sum(as_json: bool, quick: bool, plot: str | None) -> None:
+@click.option("--values", type=click.IntRange(1), help="Masked sums of so many values among 11 silos alone.")
+def secure_sum(as_json: bool, quick: bool, plot: str | None, values: int | None) -> None:
     """Time secure sums: plain, masked and homomorphic, beside their floor, Flower's SecAgg+ and TenSEAL alone.
 
     Every total is compared with NumPy's. docs/benchmarks-secure-sum.md says what is in each number.
     """
     from secure_fvi_lab.bench.secure_sum import command
 
-    command(as_json, quick, plot)
+    command(as_json, quick, plot, values)
 
 
 @_measuring("accountants")
@@ -224,11 +225,13 @@ def kills(
 @click.option("--private", is_flag=True, help="Under record privacy.")
 @click.option("--stored", is_flag=True, help="What a site between institutions keeps is written, sealed and synced.")
 @click.option("--rounds", type=click.IntRange(1), default=100, show_default=True, help="Timed.")
-def records(records: int, batch: int, latents: bool, private: bool, stored: bool, rounds: int) -> Finding:
-    """A round of SFVI at one silo of many records, in batches: processor's time, memory, bytes written."""
+@click.option("--by", type=click.Choice(["sfvi", "sfvi-avg", "pvi"]), default="sfvi", show_default=True)
+@click.option("--local-steps", type=click.IntRange(40), default=1000, show_default=True, help="Of sfvi-avg and pvi.")
+def records(**asked: Any) -> Finding:
+    """A round at one silo of many records, in batches: processor's time, memory, bytes written."""
     from secure_fvi_lab.bench.scale import lines, measure_records
 
-    return measure_records(records, batch, latents, private, stored, rounds), lines
+    return measure_records(**asked), lines
 
 
 @_measuring("one-process")

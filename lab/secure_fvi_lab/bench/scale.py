@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation import Masked
+from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.algorithms.sfvi_avg import SFVIAvg
 from secure_fvi.compiled import TRACE_AFTER_CALLS
 from secure_fvi.deployment.holding import DurableSilo, open_held
 from secure_fvi.errors import SecureFVIWarning
@@ -63,13 +65,22 @@ def _data(records: int, seed: int) -> dict[str, Tensor]:
 
 
 def measure_records(
-    records: int, batch: int, latents: bool, private: bool, stored: bool, rounds: int
+    records: int, batch: int, latents: bool, private: bool, stored: bool, rounds: int, by: str, local_steps: int
 ) -> dict[str, Any]:
-    """One silo of so many records among three of 1,000; its part alone is timed, the secure sum's messages included."""
+    """One silo of so many records among three of 1,000; its part alone is timed, the secure sum's messages included.
+
+    Of SFVI-Avg and PVI, a step's share of a round of so many `local_steps`, all else in the round included.
+    """
     torch.set_num_threads(1)
     sizes = (records, 1_000, 1_000, 1_000)
     share = batch / records
-    total = rounds + _WARM_UP
+    warm_up = _WARM_UP if by == "sfvi" else 1
+    total = rounds + warm_up
+    algorithm: Any = {
+        "sfvi": SFVI(iterations=total, sampling_rate=share),
+        "sfvi-avg": SFVIAvg(rounds=total, local_steps=local_steps, sampling_rate=share, tolerance=1e-9),
+        "pvi": PVI(rounds=total, local_steps=local_steps, sampling_rate=share),
+    }[by]
     privacy = RecordDP(epsilon=3.0, delta=1e-7, clipping_norm=1.0, retries=0) if private else None
     model = FederatedModel(_with if latents else _without, "row")
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
@@ -77,7 +88,7 @@ def measure_records(
         server, engine, _ = build_parties(
             model,
             [_data(size, seed) for seed, size in enumerate(sizes)],
-            SFVI(iterations=total, sampling_rate=share),
+            algorithm,
             Masked(),
             privacy=privacy,
             compile=False,
@@ -88,7 +99,7 @@ def measure_records(
         held = open_held(Path(folder) / "state.sqlite", bytes(32)) if stored else None
         party: Any = DurableSilo(big, held) if held is not None else big
         for k in range(total):
-            if k == _WARM_UP:
+            if k == warm_up:
                 seconds, written = 0.0, _written()
             conversation = server.round()
             messages = next(conversation)
@@ -106,9 +117,10 @@ def measure_records(
             held.close()
     return {
         "machine": machine(),
-        "of": {"records": records, "in_a_batch": batch, "rounds": rounds}
+        "of": {by: "by", "records": records, "in_a_batch": batch, "rounds": rounds}
         | {name: "with" for name, is_so in (("latents", latents), ("record_privacy", private)) if is_so},
         "ms_of_the_processor_a_round": 1e3 * seconds / rounds,
+        **({} if by == "sfvi" else {"ms_of_the_processor_a_local_step": 1e3 * seconds / rounds / local_steps}),
         **({"kb_written_a_round": bytes_written / rounds / 1e3} if stored else {}),
         "mb_at_most": _most(),
     }

@@ -102,6 +102,12 @@ def plan(quick: bool) -> list[Work]:
     return work
 
 
+def of_length(values: int) -> list[Work]:
+    """The rows of so many values, 10 neighbours each, and no others."""
+    kinds = [(kind, bits) for kind in ("masked", "whole") for bits in (32, 64)]
+    return [Work(Setting(kind, 11, bits), (Case(values, 0, 3 if values >= _LONG else 9),)) for kind, bits in kinds]
+
+
 def measure(quick: bool = False, work: list[Work] | None = None) -> dict[str, Any]:
     """Machine, rows, targets and notes, as `bench secure-sum --json` prints them; times in milliseconds. A bar on
     stderr, where that is a terminal, counts sessions.
@@ -109,7 +115,7 @@ def measure(quick: bool = False, work: list[Work] | None = None) -> dict[str, An
     Raises AggregationError when any of the sums is wrong.
     """
     notes: list[str] = []
-    work = _that_fits(plan(quick), notes) if work is None else work
+    work = _that_fits(plan(quick) if work is None else work, notes)
     began, load = time.perf_counter(), os.getloadavg()[0]
     rows: list[Row] = []
     console = Console(stderr=True)
@@ -258,12 +264,12 @@ def machine() -> str:
     return f"{processor()}, {os.cpu_count()} cores{memory}, {platform.system()}, Python {platform.python_version()}"
 
 
-def command(as_json: bool, quick: bool, plot: str | None) -> None:
+def command(as_json: bool, quick: bool, plot: str | None, values: int | None = None) -> None:
     """Measure, then print a table or JSON; `plot` names the PNG to draw. Raises InputError for a bad `plot`."""
     target = None if plot is None else Path(plot)
     if target is not None and (target.suffix != ".png" or target.is_dir() or not target.parent.is_dir()):
         raise InputError(f"--plot '{plot}': must be a .png file in a folder that exists")
-    found = measure(quick)
+    found = measure(quick, None if values is None else of_length(values))
     if target is not None:
         drawn(found["rows"]).savefig(target, dpi=150)
     print(json.dumps(found, indent=2) if as_json else "\n".join(lines(found)))
@@ -374,6 +380,10 @@ def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _target("the same: Flower's client over ours", _over(headline, "flower_ms", "silo_ms"), at_least=4),
         _target("the same: bytes up over the ring's payload", _over(payload, "bytes_up_per_silo", "payload"), 1.02),
     ]
+    for kind, bits in (("whole", 32), ("whole", 64), ("masked", 32), ("masked", 64)):
+        long = _find(rows, kind=kind, bits=bits, neighbours=10, length=_LONG, dropout=0.0)
+        name = f"1e7 values, 10 neighbours, {'whole' if kind == 'whole' else 'recovers'}, w = {bits}: over the floor"
+        found.append(_target(name, _over(long, "silo_ms", "floor_ms"), 2))
     for check, limit in ((False, 1.5), (True, 4.0)):
         for store in ("memory", "sqlite"):
             row = _find(rows, kind="masked", silos=3, length=64, consistency_check=check, store=store)
