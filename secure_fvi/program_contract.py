@@ -418,6 +418,12 @@ def _check_steepness(problem: Problem, rows: Params, size: int, silo: str) -> No
             other = {**rows, name: value[good].expand_as(value)}
             blamed += [f"'{name}'"] * all(_steady(problem, other, slice(k, k + 1)) for k in bad[:SOME])
     rest = "" if count == size else f", of {count} that were looked at together"
+    if len(bad) == count > 1:
+        raise DataError(
+            f"silo '{silo}': the program's log density has a gradient that is not finite, at the start, in every one of "
+            f"{count} rows: a rate, sd or probability that is exactly 0 there (that of the zeros in a count with too "
+            "many, say: 1e-9 does as well), or the logarithm or the root of a column that is 0 in all of them"
+        )
     raise DataError(
         f"silo '{silo}': {', '.join(blamed) or 'the data'} give the log density a gradient that is not finite, at the "
         f"start, in {len(bad) or 'some'} of {size} rows{rest}: the logarithm or the root of 0, say; correct these "

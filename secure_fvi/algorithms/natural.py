@@ -29,6 +29,8 @@ _PAIRS = 64
 _START_STEPS, _DAMPING = 40, 0.5
 #: Smallest precision of the first q, as a share of the largest, where the prior is not log-concave.
 _FLOOR = 1e-6
+#: A step may take at most this share of q's precision in any direction.
+MOST_LOST = 0.75
 #: Dimensions up to which the curvature of such a prior, n x n for every draw, fits into memory.
 _CURVED_UP_TO = 2000
 
@@ -93,6 +95,13 @@ class Natural(NamedTuple):
         """log of the integral of exp(shift . z - z . precision z / 2), in nats, of a proper factor."""
         root = torch.linalg.cholesky(self.precision).diagonal() if self.full else self.precision.sqrt()
         return 0.5 * (self.shift @ self.mean()) - root.log().sum() + 0.5 * self.n * math.log(2 * math.pi)
+
+    def least_kept(self, change: Natural, step: float) -> float:
+        """Smallest ratio of the new to the old precision over all directions, after a `step` of `change`."""
+        if not self.full:
+            return float((1 + step * change.precision / self.precision).min())
+        factor = self.factor()
+        return float(torch.linalg.eigvalsh(factor.mT @ change.precision @ factor).min()) * step + 1
 
     def pack(self) -> Tensor:
         """All numbers in one vector: (n + n (n + 1) / 2,) for a full precision, its lower half, else (2 n,)."""
@@ -271,7 +280,12 @@ class Prior:
         return q
 
     def refit(self, q: Natural, site: Natural, theta: Params) -> tuple[Natural, Natural]:
-        """q and the prior's site after a damped step, or an exact one; as they were where q would be improper."""
+        """q and the prior's site after a damped step that leaves q a part of its precision (`MOST_LOST`), or an exact
+        one; as they were where q would be improper.
+
+        Where records say little of a direction, half of a Cauchy prior's step can take all but a twelfth of what is
+        known there, and q goes where neither prior nor records are.
+        """
         if self._known is not None:
             return q, site
         exact = self.exact(theta)
@@ -280,7 +294,7 @@ class Prior:
         change = target.minus(site)
         for _ in range(8):
             after = q.plus(change, damping)
-            if after.proper:
+            if after.proper and (exact is not None or q.least_kept(change, damping) > 1 - MOST_LOST):
                 return after, site.plus(change, damping)
             damping /= 2
         return q, site

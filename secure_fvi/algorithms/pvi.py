@@ -65,7 +65,7 @@ from secure_fvi.algorithms.base import (
 )
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
-from secure_fvi.algorithms.natural import Natural, Prior, distance, nothing, to_eta
+from secure_fvi.algorithms.natural import MOST_LOST, Natural, Prior, distance, nothing, to_eta
 from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
 from secure_fvi.algorithms.stationarity import as_sent, final_draws
 from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE, q_part
@@ -244,8 +244,6 @@ def weight(age: int) -> float:
 
 #: Halvings of a step after which q stays where it is.
 _HALVINGS = 30
-#: A step beyond one over the silos asked may take at most this share of q's precision in any direction.
-_MOST_LOST = 0.75
 #: Shares of the agreement with the change before last under which a step is halved, and from which the next is longer.
 _TURNING, _ALIKE = 0.75, 0.95
 #: An agreement under _NOISE tells nothing. Changes that shrink to a share of _SHRINKING allow a longer step too; that
@@ -280,8 +278,8 @@ def pace(q: Natural, now: Natural, last: Natural, earlier: Natural) -> float:
 
 
 def accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Natural, float, int]:
-    """q after the largest step of `damping`, `damping` / 2, ... that is proper and sane, its size (0 for none), and the
-    halvings it took.
+    """q after the largest step of `damping`, `damping` / 2, ... that is proper and leaves q a part of its precision
+    (`MOST_LOST`), its size (0 for none), and the halvings it took.
 
     A step up to `safe` need only be proper: one over the silos asked is an average of their local posteriors, where
     nothing is late.
@@ -289,7 +287,7 @@ def accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Na
     for halving in range(_HALVINGS):
         step = damping * 0.5**halving
         after = q.plus(change, step)
-        if after.proper and (step <= safe or _least_kept(q, change, step) > 1 - _MOST_LOST):
+        if after.proper and (step <= safe or q.least_kept(change, step) > 1 - MOST_LOST):
             return after, step, halving
     return q, 0.0, _HALVINGS
 
@@ -301,14 +299,6 @@ def distance_moved(q: Natural, change: Natural, taken: float) -> float:
     if math.isfinite(whole) or not taken:
         return whole
     return distance(q, q.plus(change, taken)) / taken
-
-
-def _least_kept(q: Natural, change: Natural, step: float) -> float:
-    """Smallest ratio of the new to the old precision over all directions."""
-    if not q.full:
-        return float((1 + step * change.precision / q.precision).min())
-    factor = q.factor()
-    return float(torch.linalg.eigvalsh(factor.mT @ change.precision @ factor).min()) * step + 1
 
 
 def _coordinates(q: Natural, change: Natural) -> tuple[Tensor, Tensor]:

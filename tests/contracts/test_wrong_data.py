@@ -223,6 +223,20 @@ def _refusal(fn: Callable[..., None], *silos: Any, **options: Any) -> str:
     return said
 
 
+def test_a_gradient_that_no_row_has_is_the_programs_own() -> None:
+    """A mixture that is written as most people do, a rate of 0 where z is 1: its rows are all right."""
+
+    def inflated(y: Tensor) -> None:
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        with pyro.plate("r", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Poisson((1 - z) * level.exp()), obs=y)
+
+    said = _refusal(inflated, *[{"y": _g.double()}] * 3)
+    assert f"the program's log density has a gradient that is not finite, at the start, in every one of {N} rows" in said
+    assert "take them out" not in said
+
+
 def test_there_are_a_hundred() -> None:
     assert len(list(_cases())) >= 100
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import secure_fvi as sf
-from secure_fvi.algorithms import refining_server
-from secure_fvi.errors import AggregationError, SecureFVIWarning
+from secure_fvi.algorithms import natural, refining_server
+from secure_fvi.errors import AggregationError, BoundError, SecureFVIWarning
 from secure_fvi.results import Result
 from secure_fvi_lab.posteriors.gallery import ENTRIES, POSTERIORDB, exact, reference, wrong_by
 
@@ -83,6 +83,20 @@ def test_one_sum_that_misses_a_tail_is_not_the_answer(monkeypatch: pytest.Monkey
     control = fit(name, seed=9)
     assert control.converged
     assert wrong_by(name, control.posterior)[1] < 0.92
+
+
+def test_a_step_of_the_priors_own_leaves_q_where_records_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the prior's step takes what q has left, and a silo's fit from there is out of all bounds."""
+    name = "against the prior"
+    result = fit(name, seed=17)
+    assert result.converged
+    error, least, most = wrong_by(name, result.posterior)
+    assert error < 0.05
+    assert least > 0.95
+    assert most < 1.05
+    monkeypatch.setattr(natural, "MOST_LOST", 1.0)
+    with pytest.raises(BoundError, match="'objective' is not finite or exceeds"):
+        fit(name, seed=17)
 
 
 def test_refusing_is_not_winning() -> None:
