@@ -85,6 +85,9 @@ _COMPONENTS = 8
 _GRIDS = {1: (32, 0.25), 2: (12, 0.6)}
 #: Length at most, in sds there, of Newton's steps to where such a latent has its mode.
 _STRIDE = 5.0
+#: Where the mean of q(Z_L | Z_G) has no density, as a logit of hundreds may have none, steps begin at the likeliest of
+#: these shares of it: far from q's mean it goes on in a straight line.
+_NEARER = (0.5, 0.25, 0.1, 0.03, 0.0)
 #: More latents by draws, of two spreads in sds of q(Z_L | Z_G) by half, since that one may be too narrow, or beside the
 #: place; by fewer where those of records are nested in a silo's.
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
@@ -776,7 +779,10 @@ def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params, mappe
 
     index = [torch.tensor([k], device=loc.device) for k in range(n)]
     before = log_scale.exp().unsqueeze(-1) * moments.get("lower", torch.eye(n, dtype=loc.dtype, device=loc.device))
-    at, height = loc, log_density(loc).nan_to_num(nan=-math.inf)
+    at, height = loc, log_density(loc).nan_to_num(nan=-math.inf, neginf=-math.inf)
+    nearer = torch.stack([loc * share for share in _NEARER])
+    heights = over_draws(log_density, nearer).nan_to_num(nan=-math.inf, neginf=-math.inf)
+    at, height = likeliest(at, height, nearer, torch.where(height == -math.inf, heights, -math.inf))
     for _ in range(FROM_AFAR):
         g, factor = curved(at)
         white = (factor.mT @ g.unsqueeze(-1)).squeeze(-1)

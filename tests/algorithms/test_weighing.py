@@ -595,3 +595,18 @@ def test_under_privacy_no_likelihood_is_summed() -> None:
         sf.FederatedModel(_heavy_tail, "r"), _rows(2), algorithm, sf.Masked(), compile=False, privacy=privacy
     )
     assert all(block.name != WEIGHED for table in server.program.tables.values() for block in table.blocks)
+
+
+def test_a_latents_mode_is_found_from_where_it_has_no_density(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean that goes on in a straight line leads to where a sigmoid of a hundred is 1 and counts have no density. The
+    control begins there, and stays."""
+
+    def log_density(z: Tensor) -> Tensor:
+        return torch.where(z < 0.4, -0.5 * ((z - 0.01) / 0.002).square(), -math.inf)[:, 0]
+
+    there = {"loc": torch.tensor([[1.6]]), "log_scale": torch.tensor([[-3.5]])}
+    found = weighing._around_mode(log_density, there)
+    assert float(found["loc"]) == pytest.approx(0.01, abs=1e-5)
+    assert float(found["log_scale"].exp()) == pytest.approx(0.002, rel=1e-3)
+    monkeypatch.setattr(weighing, "_NEARER", (1.0,))
+    assert float(weighing._around_mode(log_density, there)["loc"]) == pytest.approx(1.6)
