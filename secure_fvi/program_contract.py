@@ -420,9 +420,9 @@ def _check_steepness(problem: Problem, rows: Params, size: int, silo: str) -> No
     rest = "" if count == size else f", of {count} that were looked at together"
     if len(bad) == count > 1:
         raise DataError(
-            f"silo '{silo}': the program's log density has a gradient that is not finite, at the start, in every one of "
-            f"{count} rows: a rate, sd or probability that is exactly 0 there (that of the zeros in a count with too "
-            "many, say: 1e-9 does as well), or the logarithm or the root of a column that is 0 in all of them"
+            f"silo '{silo}': the program's log density has a gradient that is not finite, at the start, in every one "
+            f"of {count} rows: a rate, sd or probability that is exactly 0 there (of a zero-inflated count's zeros, "
+            "say: 1e-9 does as well), or the logarithm or the root of a column that is 0 in all of them"
         )
     raise DataError(
         f"silo '{silo}': {', '.join(blamed) or 'the data'} give the log density a gradient that is not finite, at the "

@@ -233,7 +233,8 @@ def test_a_gradient_that_no_row_has_is_the_programs_own() -> None:
             pyro.sample("y", dist.Poisson((1 - z) * level.exp()), obs=y)
 
     said = _refusal(inflated, *[{"y": _g.double()}] * 3)
-    assert f"the program's log density has a gradient that is not finite, at the start, in every one of {N} rows" in said
+    assert "the program's log density has a gradient that is not finite" in said
+    assert f"in every one of {N} rows" in said
     assert "take them out" not in said
 
 

@@ -3,7 +3,7 @@ or not called converged. There is no third outcome.
 
 y = X beta + an effect of the silo + an effect of the record + noise, all normal, with known scales. Effects are there
 or not, records are dealt in order, by value or by a column, columns are collinear or on scales apart, and priors wide
-or narrow. Tolerance: means within .2 posterior sds, sds within 15%.
+or narrow. Tolerance: means within .1 posterior sds, sds within 10%.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.errors import AggregationError, SecureFVIWarning
 
-MEAN_IN_SD, SD_SHARE = 0.2, 0.15
+MEAN_IN_SD, SD_SHARE = 0.1, 0.1
 
 
 class Case(NamedTuple):
@@ -98,11 +98,11 @@ def build(case: Case) -> Built:
     return Built(model, silos, posterior @ (weighted @ y), posterior.diagonal().sqrt())
 
 
-def outcome(case: Case, steps: int = 60) -> bool:
+def outcome(case: Case) -> bool:
     """Whether the run is called converged; fails if it is and is wrong, or if it is not, or is refused, and does not
     say why."""
     built = build(case)
-    algorithm = sf.PVI(local_steps=steps, local_optimizer=case.optimizer, family="full")
+    algorithm = sf.PVI(local_optimizer=case.optimizer, family="full")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SecureFVIWarning)
         try:
