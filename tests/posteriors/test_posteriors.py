@@ -76,11 +76,11 @@ def test_one_sum_that_misses_a_tail_is_not_the_answer(monkeypatch: pytest.Monkey
     """Beside its records' mode this posterior has one of little mass, and much of the variance. The control: the first
     sum is taken at its word."""
     name = "against the prior"
-    result = fit(name, seed=9)
+    result = fit(name, seed=1)
     assert result.converged
     assert wrong_by(name, result.posterior)[1] > 0.95
     monkeypatch.setattr(refining_server, "_CONFIRMED", 1)
-    control = fit(name, seed=9)
+    control = fit(name, seed=1)
     assert control.converged
     assert wrong_by(name, control.posterior)[1] < 0.92
 
