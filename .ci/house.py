@@ -151,6 +151,8 @@ def main() -> None:
     help_ = seconds("from secure_fvi.cli import main; main(['--help'])")
     print(f"{'`secure-fvi --help`':52} {help_}")
     print(f"{'`import secure_fvi`':52} {seconds('import secure_fvi')}")
+    print(f"{'`import secure_fvi as sf; sf.fit`':52} {seconds('import secure_fvi as sf; sf.fit')}")
+    print(f"{'  `import torch` alone':52} {seconds('import torch')}")
     print(f"{'  Python alone':52} {seconds('pass')}")
 
 
