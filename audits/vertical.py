@@ -186,7 +186,6 @@ def play(
     config: Vertical,
     aggregation: SecureSum,
     privacy: DP | None = None,
-    seed: int = 0,
     *,
     whole: bool,
     simulated: bool,
@@ -195,7 +194,7 @@ def play(
 ) -> Game:
     """A run over half of the people. whole: a place's two candidates differ in all columns and the response; else in
     the first silo's columns alone, which is what privacy calls neighbours."""
-    rng = np.random.default_rng([seed, whole])
+    rng = np.random.default_rng([0, whole])
     half = len(data.response) // 2
     pairs = rng.permutation(len(data.response))[: 2 * half].reshape(2, half)
     coins, first = rng.integers(2, size=half), next(iter(data.silos))
@@ -209,7 +208,7 @@ def play(
     offset = None if data.offset is None else data.offset[known]
     played = VerticalDataset(silos, data.predictors, data.response[known], offset)
     world = record(
-        played, likelihood, config, aggregation, privacy, seed, simulated=simulated, real_data=real_data, each=each
+        played, likelihood, config, aggregation, privacy, simulated=simulated, real_data=real_data, each=each
     )
     seen = [_each_round(world.transcript, None)]
     if any("pull" in b.tensors for b in world.transcript.broadcasts()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.abc
 import sys
 import traceback
 import warnings
@@ -116,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     debug = "--debug" in arguments
     warnings.showwarning = _show_warning
     _keep_memory()
+    if sys.stderr.isatty() and "--quiet" not in arguments:
+        sys.meta_path.insert(0, _SaysLoading())
     try:
         code = cli.main(args=arguments, prog_name="secure-fvi", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -137,6 +140,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         text = f"{type(error).__name__}: {error}"
         _fail(f"{text} (an error in the model or in secure-fvi; --debug shows where)", 1, debug)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+class _SaysLoading(importlib.abc.MetaPathFinder):
+    """Finds nothing; on a terminal it says why the next seconds are silent, once."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname == "torch" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            click.echo("secure-fvi: loading PyTorch", err=True)
 
 
 #: Of glibc (malloc.h), and bytes: what lies free at the heap's end, and tensors from which each has memory of its own.
