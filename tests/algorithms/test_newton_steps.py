@@ -14,7 +14,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms import local_fit
-from secure_fvi.algorithms.local_fit import Families, NewtonSteps, SiloFit, _balanced, _pairs, settled
+from secure_fvi.algorithms.local_fit import Families, NewtonSteps, SiloFit, StepBlock, _balanced, _pairs, settled
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.fitting import build_parties
 
@@ -90,13 +90,13 @@ def test_a_fit_ends_when_it_has_settled_and_not_before() -> None:
     """By default after some tens of steps; by one draw each it takes all that it may."""
     taken = []
 
-    def counted(fit: SiloFit, *args: Any) -> Any:
+    def counted(block: StepBlock, *args: Any) -> Any:
         taken[-1] += 1
-        return advance(fit, *args)
+        return advance(block, *args)
 
-    advance = SiloFit._advance
+    advance = StepBlock.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SiloFit, "_advance", counted)
+        patch.setattr(StepBlock, "__call__", counted)
         for most in (local_fit._NEWTON_TO, 0):
             patch.setattr(local_fit, "_NEWTON_TO", most)
             taken.append(0)
