@@ -746,7 +746,7 @@ class MixedModel(FederatedModel):
             _totals(self, problem, result.variational, data, n, seed, noise)
             for noise, (problem, data) in enumerate(zip(problems, laid, strict=True))
         ]
-        return self.compared(torch.stack(totals).sum(0), len(laid))
+        return self.compared(torch.stack(totals).sum(0), len(laid), result.converged)
 
     @property
     def numbers(self) -> int:
@@ -755,9 +755,10 @@ class MixedModel(FederatedModel):
     def replicated(self, problem: Problem, z: Tensor, rows: Mapping[str, Tensor], seed: int) -> Tensor:
         return _totals(self, problem, _At(z), rows, len(z), seed, 0)
 
-    def compared(self, totals: Tensor, silos: int) -> Check:
-        """Of totals (1 + n, `numbers`) over so many silos, as of `replicated`. Everyone may see it."""
-        return Check(tuple(_checked(self, totals)), len(totals) - 1, silos)
+    def compared(self, totals: Tensor, silos: int, converged: bool | None = True) -> Check:
+        """Of totals (1 + n, `numbers`) over so many silos, as of `replicated`. `converged`: of the fit, where None says
+        that nobody looked. Everyone may see it."""
+        return Check(tuple(_checked(self, totals)), len(totals) - 1, silos, converged is True)
 
     def told(self, result: Any) -> dict[str, Any]:
         found = self.summary(result)
@@ -765,7 +766,7 @@ class MixedModel(FederatedModel):
             "formula": {**found.to_json(), "ratio": found.ratio, "notes": list(found.notes), "is": self.describe()}
         }
         if result.replicated is not None:
-            told["check"] = self.compared(result.replicated, len(result.silos)).to_json()
+            told["check"] = self.compared(result.replicated, len(result.silos), result.converged).to_json()
         return told
 
     def describe(self) -> list[str]:
@@ -1420,6 +1421,7 @@ class Check:
     rows: tuple[Checked, ...]
     n: int
     silos: int
+    converged: bool = True  # whether the fit is known to have
 
     def __str__(self) -> str:
         cells = [["Predictive check", "observed", "replicated", "2.5%", "97.5%", "larger"]]
@@ -1433,7 +1435,8 @@ class Check:
         """What it comes to, in a line."""
         odd = [f"'{row.name}'" for row in self.rows if not _ODD <= row.larger <= 1 - _ODD]
         about = f"totals over {self.silos} silos, and over {self.n} replicates of their tables under the posterior"
-        told = f"; the model makes no tables like these in {', '.join(odd)}: another family or term may" if odd else ""
+        may = "another family or term may" if self.converged else "another family or term may, or a fit that converged"
+        told = f"; the model makes no tables like these in {', '.join(odd)}: {may}" if odd else ""
         return about + told
 
     def to_json(self) -> dict[str, Any]:

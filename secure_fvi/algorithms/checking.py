@@ -111,7 +111,8 @@ class CheckedProgram(Program):
             state = state._replace(checking=False)
             told = sums[REPLICATED]
             if scale == 1 and not hiding.unreadable(told, self._block).any():  # of all silos
-                state = state._replace(totals=torch.from_numpy(hiding.read(told, self._block)))
+                totals = hiding.read(told, self._block, len(self.problem.silos))
+                state = state._replace(totals=torch.from_numpy(totals))
             return state, Step(math.nan, 0.0, None, CHECK, True)
         own, step = self._own.step(state.own, message, sums, scale)
         checking = step.finished and self._own.verdict(own).converged is not False

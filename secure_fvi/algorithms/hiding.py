@@ -70,10 +70,11 @@ def hidden(values: FloatArray, where: npt.NDArray[np.bool_], block: Block, unifo
     return np.where(np.tile(where, 2), drawn, np.concatenate([whole, rest])) + grid / 4
 
 
-def read(total: FloatArray, block: Block) -> FloatArray:
-    """What a total (2, *shape) says, (*shape); of no meaning where `unreadable`."""
-    unit = told_up_to(block) / _FINER
-    values: FloatArray = np.rint(total[0] / unit) * unit + total[1] / _FINER
+def read(total: FloatArray, block: Block, silos: int = 0) -> FloatArray:
+    """What a total (2, *shape) says, (*shape); of no meaning where `unreadable`. silos: whose quarters of a step are
+    taken out, so that whole numbers come back whole."""
+    unit, quarters = told_up_to(block) / _FINER, silos * block.bound * _GRID / 4
+    values: FloatArray = np.rint(total[0] / unit) * unit + (total[1] - quarters) / _FINER
     return values
 
 

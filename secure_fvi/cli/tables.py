@@ -56,7 +56,7 @@ def print_result(result: RunSummary, priors: bool = False) -> None:
         click.echo("\n".join([str(model.summary(result)), *(["", *model.describe()] if priors else [])]))
         totals = getattr(result, "replicated", None)
         if totals is not None and hasattr(model, "compared"):
-            click.echo(f"\n{model.compared(totals, len(result.silos))}")
+            click.echo(f"\n{model.compared(totals, len(result.silos), result.converged)}")
     else:
         print_posterior(result.to_json())
 

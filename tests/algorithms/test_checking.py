@@ -51,8 +51,10 @@ def test_totals_are_those_of_all_tables(algorithm: Any) -> None:
     assert result.replicated.shape == (121, model().numbers)
     rows = {row.name: row for row in result.problem.model.compared(result.replicated, 3).rows}
     falls = np.concatenate([silo["falls"] for silo in silos])
-    assert rows["mean"].observed == pytest.approx(falls.mean(), abs=1e-3)
-    assert rows["sd"].observed == pytest.approx(falls.std(), abs=1e-3)
+    assert rows["mean"].observed == pytest.approx(falls.mean(), rel=1e-12)
+    assert rows["sd"].observed == pytest.approx(falls.std(), rel=1e-12)
+    assert rows["share of 0"].observed == np.mean(falls == 0)
+    assert torch.equal(result.replicated, result.replicated.round())  # counts, and a row is a record
     alike = {row.name: row for row in result.problem.model.check(result, dict(zip("abc", silos, strict=True))).rows}
     for name, row in alike.items():  # of other draws and other noise: a width of .1 of an interval's error
         assert rows[name].replicated == pytest.approx(row.replicated, abs=0.35 * (row.high - row.low))
@@ -72,12 +74,33 @@ def test_tables_that_the_model_does_not_make_are_told_of() -> None:
         assert ("the model makes no tables like these" in said and "'share of 0'" in said) == bool(zeros)
 
 
+@pytest.mark.filterwarnings("ignore:.*unassessed")
+def test_a_fit_that_nobody_assessed_is_not_blamed_on_the_model_alone() -> None:
+    """Four steps from the start. The control: one that converged."""
+    for algorithm, assessed in ((sf.SFVI(iterations=4, replicates=20), False), (sf.PVI(replicates=20), True)):
+        result = checked(algorithm, tables(0.5))
+        assert (result.converged is True) == assessed
+        said = result.to_json()["check"]["said"]
+        assert "another family or term may" in said
+        assert ("or a fit that converged" in said) != assessed
+
+
 def test_a_run_that_has_not_converged_is_not_checked() -> None:
     """The control is every other test here."""
     with pytest.warns(sf.SecureFVIWarning, match="max_rounds"):
         result = checked(sf.PVI(max_rounds=1, replicates=10), tables())
     assert result.converged is False
     assert result.replicated is None
+
+
+def test_whole_totals_come_back_whole() -> None:
+    """Also under a mask's quarters of a step, of 3 silos. The control: read without them, no row at 0 is some."""
+    block = hiding.block(REPLICATED, (2,), 2.0**40 / 3)
+    told = [np.array([0.0, rows]) for rows in (3.0, 0.0, 9000.0)]
+    sent = [hiding.hidden(t, np.zeros(2, dtype=bool), block, np.zeros(4)).reshape(2, 2) for t in told]
+    total = np.sum(sent, 0)
+    assert hiding.read(total, block, 3).tolist() == [0.0, 9003.0]
+    assert hiding.read(total, block)[0] > 0
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
