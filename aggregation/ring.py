@@ -45,7 +45,7 @@ def scale_exponent(block: Block, bits: int, terms: int, limit: int | None = None
             allowed = min(limit, _EXACT) // terms
             raise InputError(
                 f"integer block '{block.name}': bound {block.bound:g} does not fit, at most {allowed} for "
-                f"{terms} silos in {bits} bits"
+                f"{terms} silos in {bits} bits{'; take bits = 64' if bits == 32 else ''}"
             )
         return 0
     mantissa, exponent = math.frexp(block.bound)  # bound = mantissa * 2^exponent <= 2^exponent

@@ -155,6 +155,7 @@ def _place(part: str, formula: str) -> int:
 
 
 def _error(text: str, at: int, why: str) -> InputError:
+    why = why.removesuffix(",") if why.endswith("?,") else why
     return InputError(f"formula: {why} at character {at + 1}: {text[:at]}»{text[at:]}")
 
 

@@ -64,8 +64,8 @@ def fit(
     if "privacy" not in table and isinstance(algorithm, dict) and algorithm.get("name", "pvi") in _CHECKED:
         algorithm.setdefault("replicates", _REPLICATES)
     config = parse(table, "fit")
-    _check_cohort(len(files), config.aggregation)
     _check_response(config.model)
+    _check_cohort(len(files), config.aggregation)
 
     from secure_fvi.runs.directory import RunDirectory
 
