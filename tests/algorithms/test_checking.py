@@ -43,7 +43,10 @@ def checked(algorithm: Any, silos: list[dict[str, Any]]) -> sf.Result:
     return sf.fit(model(), silos, algorithm, compile=False)
 
 
-@pytest.mark.parametrize("algorithm", [sf.PVI(replicates=120), sf.SFVIAvg(rounds=2, local_steps=20, tolerance=0.0, replicates=120)])
+@pytest.mark.parametrize(
+    "algorithm",
+    [sf.PVI(replicates=120), sf.SFVIAvg(rounds=2, local_steps=20, tolerance=0.0, replicates=120)],
+)
 def test_totals_are_those_of_all_tables(algorithm: Any) -> None:
     silos = tables()
     result = checked(algorithm, silos)
