@@ -760,13 +760,18 @@ class MixedModel(FederatedModel):
         that nobody looked. Everyone may see it."""
         return Check(tuple(_checked(self, totals)), len(totals) - 1, silos, converged is True)
 
+    def checked(self, result: Result) -> Check | None:
+        """The check that a run with `replicates` made over all silos; None where it made none."""
+        totals = getattr(result, "replicated", None)
+        return None if totals is None else self.compared(totals, len(result.silos), result.converged)
+
     def told(self, result: Any) -> dict[str, Any]:
         found = self.summary(result)
         told: dict[str, Any] = {
             "formula": {**found.to_json(), "ratio": found.ratio, "notes": list(found.notes), "is": self.describe()}
         }
-        if result.replicated is not None:
-            told["check"] = self.compared(result.replicated, len(result.silos), result.converged).to_json()
+        if (check := self.checked(result)) is not None:
+            told["check"] = check.to_json()
         return told
 
     def describe(self) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from secure_fvi import wire
 from secure_fvi.errors import InputError
-from secure_fvi.trees import Params
+from secure_fvi.trees import Params, write
 
 #: Version of `pack_state`, and its codes for a tensor and an array.
 _PACKED, _TENSOR, _ARRAY = 2, 1, 2
@@ -37,8 +37,7 @@ class Moved(NamedTuple):
         """The next state, in the tensors of `local`; or, where the step does not count, that one as it was. Either may
         be said again, and the other after it."""
         rows: Params = local.by_row
-        for name, values in (self.after if counts else self.before).items():
-            rows[name].index_copy_(0, self.at, values)
+        write(rows, self.at, self.after if counts else self.before)
         return self.rest.with_rows(rows) if counts else local
 
 

@@ -32,6 +32,12 @@ def put(rows: Params, at: Tensor | None, new: Params) -> Params:
     return new if at is None else {name: value.index_copy(0, at, new[name]) for name, value in rows.items()}
 
 
+def write(rows: Params, at: Tensor, new: Params) -> None:
+    """Put `new` into `rows` at the given positions, where they lie: no copy is made."""
+    for name, value in new.items():
+        rows[name].index_copy_(0, at, value)
+
+
 def averages(latest: Params, average: Params, seen: Tensor, first: int, now: int) -> Params:
     """Means over steps `first` to `now` of rows of which `average` holds the steps up to the one in which each was last
     `seen` (B,), and which have stood still at `latest` since; before the first step `latest` itself."""

@@ -158,7 +158,4 @@ class CheckedProgram(Program):
             found = self.problem.model.replicated(self.problem, at, rows, int(first * 2**53)).numpy().ravel()
         except (ValueError, RuntimeError):  # what distributions say of a point that is none of theirs
             found = np.full(count // 2, math.inf)
-        past = bool(hiding.past(found, hiding.told_up_to(self._block)).any())
-        far = np.full(len(found), view.hides(past) or past)
-        sent = hiding.hidden(found, far, self._block, np.array(others))
-        return Answer({REPLICATED: sent.reshape(self._block.shape)}, local)
+        return Answer({REPLICATED: hiding.all_or_none(found, self._block, view, np.array(others))}, local)

@@ -70,6 +70,14 @@ def hidden(values: FloatArray, where: npt.NDArray[np.bool_], block: Block, unifo
     return np.where(np.tile(where, 2), drawn, np.concatenate([whole, rest])) + grid / 4
 
 
+def all_or_none(values: FloatArray, block: Block, view: SiloView, uniforms: FloatArray) -> FloatArray:
+    """`block.shape`: `values` (count,) as they are sent; if one is out of range, or was in an earlier answer, all are
+    hidden. uniforms: (2 count,)."""
+    beyond = bool(past(values, told_up_to(block)).any())
+    where = np.full(len(values), view.hides(beyond) or beyond)
+    return hidden(values, where, block, uniforms).reshape(block.shape)
+
+
 def read(total: FloatArray, block: Block, silos: int = 0) -> FloatArray:
     """What a total (2, *shape) says, (*shape); of no meaning where `unreadable`. silos: whose quarters of a step are
     taken out, so that whole numbers come back whole."""

@@ -50,7 +50,7 @@ from secure_fvi.objective import SiloFunction, SiloGradient, silo_gradient, vjp
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
 from secure_fvi.randomness import start_draws
-from secure_fvi.trees import merge, part, take
+from secure_fvi.trees import merge, part, take, write
 
 #: Local optimisers that are no `torch.optim` class.
 CLOSED_FORM, NATURAL, FIXED_POINT, GRADIENT = "closed_form", "natural", "fixed_point", "gradient"
@@ -610,9 +610,8 @@ class Trailing:
         self._ways[self._done + 1] = self._ways[self._done] + carry.moved
         self._done += 1
         self._seen[at] = self._done
-        for rows, values in ((self._record, carry.record), (self._moments, carry.record_moments)):
-            for name, value in values.items():
-                rows[name].index_copy_(0, at, value)
+        write(self._record, at, carry.record)
+        write(self._moments, at, carry.record_moments)
         return carry
 
     def ended(self, carry: Carry) -> Carry:

@@ -164,10 +164,7 @@ class Refiner:
         earlier answer, all are hidden."""
         with np.errstate(invalid="ignore"):
             relative = np.append(nats[:1], nats[1:] - nats[0])
-        past = bool(hiding.past(relative, hiding.told_up_to(self.block)).any())
-        far = np.full(len(nats), view.hides(past) or past)
-        sent = hiding.hidden(relative, far, self.block, hiding.uniforms(view, 2 * len(nats)))
-        return sent.reshape(self.block.shape)
+        return hiding.all_or_none(relative, self.block, view, hiding.uniforms(view, 2 * len(nats)))
 
     # ---- all ----
 

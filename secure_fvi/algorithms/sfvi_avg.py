@@ -64,7 +64,7 @@ from secure_fvi.later import Later
 from secure_fvi.objective import SiloFunction, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import Count, NotNegative, Part, Positive, Says, Share, Spread, Whole, check
-from secure_fvi.trees import averages, merge, part, running_average, take, to_numpy
+from secure_fvi.trees import averages, merge, part, running_average, take, to_numpy, write
 
 if TYPE_CHECKING:
     from secure_fvi.algorithms import final_server, refining_server
@@ -311,11 +311,9 @@ class Records:
             return
         before = averages(take(self.own.record, at), take(self.average, at), self._seen[at], self.first, step - 1)
         average = running_average(before, new.record, step - self.first + 1)
-        for rows, values in (
-            (self.own.record, new.record), (self.own.record_moments, new.record_moments), (self.average, average)
-        ):  # fmt: skip
-            for name, value in values.items():
-                rows[name].index_copy_(0, at, value)
+        write(self.own.record, at, new.record)
+        write(self.own.record_moments, at, new.record_moments)
+        write(self.average, at, average)
         self._seen[at] = step
 
     def ended(self, here: Point, average: Point, steps: int) -> tuple[Point, Point]:

@@ -54,9 +54,8 @@ def print_result(result: RunSummary, priors: bool = False) -> None:
     model = getattr(getattr(result, "problem", None), "model", None)
     if isinstance(model, FederatedModel) and hasattr(model, "summary") and hasattr(model, "describe"):
         click.echo("\n".join([str(model.summary(result)), *(["", *model.describe()] if priors else [])]))
-        totals = getattr(result, "replicated", None)
-        if totals is not None and hasattr(model, "compared"):
-            click.echo(f"\n{model.compared(totals, len(result.silos), result.converged)}")
+        if hasattr(model, "checked") and (check := model.checked(result)) is not None:
+            click.echo(f"\n{check}")
     else:
         print_posterior(result.to_json())
 
