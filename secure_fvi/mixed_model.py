@@ -441,8 +441,9 @@ class Program:
                 lambda eta, data: dist.Poisson(eta.exp()),
                 lambda eta, y, data: y * eta - eta.exp(),
                 lambda eta, y, data: (y - eta.exp(), eta.exp()),
-                MORE_STEPS,
+                STEPS_OF_COUNTS,
                 1.0,
+                likeliest=_of_count,
             )
         if family == "negbinomial":
             shape = pyro.sample("shape", dist.InverseGamma(*(like + a for a in _SHAPE)))
@@ -450,8 +451,9 @@ class Program:
                 lambda eta, data: dist.NegativeBinomial(total_count=shape, logits=eta - shape.log()),
                 lambda eta, y, data: count_kernel(eta, y, shape),
                 lambda eta, y, data: count_slopes(eta, y, shape),
-                MORE_STEPS,
+                STEPS_OF_COUNTS,
                 1.0,
+                likeliest=_of_count,
             )
         if family == "ordinal":
             cuts = self._cuts(like)
@@ -476,7 +478,8 @@ class Program:
             lambda eta, y, data: student_slopes(eta, y, sigma, nu),
             MORE_STEPS,
             sigma**-2,
-            flat=True,
+            likeliest=lambda y: y,
+            alone=True,
         )
 
     def _cuts(self, like: Tensor) -> Tensor:
@@ -1600,8 +1603,9 @@ FEW_NODES = 3
 #: rows where sds are 1, 3e-3 where they are 3, .06 where they are 10.
 BESIDE_LATENTS = 9
 STEPS = 4
-#: Of those whose curvature changes fast, as a count's does, or is not the expected one.
-MORE_STEPS = 7
+#: Of those whose curvature changes fast, as a count's does, from where its rows say, and of those where it is not the
+#: expected one.
+STEPS_OF_COUNTS, MORE_STEPS = 3, 7
 
 
 class Given(NamedTuple):
@@ -1614,7 +1618,8 @@ class Given(NamedTuple):
     steps: int = STEPS
     information: Tensor | float = 0.2  # about, of a row in eta
     quadratic: bool = False  # whether the logarithm of the density is, in eta
-    flat: bool = False  # whether it is all but level far from y, so that a step from there leads nowhere
+    likeliest: Callable[[Tensor], Tensor] | None = None  # eta, about, at which y is: steps begin near it, not at 0
+    alone: bool = False  # whether rows far from each other do not draw an effect between them
 
 
 #: From where on e^-x is as nothing.
@@ -1679,9 +1684,15 @@ def student_slopes(eta: Tensor, y: Tensor, sigma: Tensor, nu: Tensor) -> tuple[T
 
 
 _FAR = 1e6
+
+
+def _of_count(y: Tensor) -> Tensor:
+    return (y + 0.5).log()
+
+
 #: Longest Newton step, in prior sds of the effects, and at how many times that it is looked how far to go.
-_LONGEST, _ALONG = 3.0, (0.0, 1 / 16, 1 / 4, 1.0, 4.0, 32.0)
-#: Rows by each of which alone it is looked where to begin, where the density is level far off.
+_LONGEST, _ALONG = 3.0, (1 / 16, 1 / 4, 1.0, 4.0, 32.0)
+#: Rows by each of which alone it is looked where to begin.
 _FIRST = 8
 
 
@@ -1696,72 +1707,87 @@ def marginal(
     """
     size, here = design.shape[-1], present > 0
     weights = torch.where(here, data.get("weights", torch.ones_like(present)), torch.zeros_like(present))
-    eta, y = torch.where(here, eta, torch.zeros_like(eta)), torch.where(here, y, torch.zeros_like(y))
-    design = torch.where(here.unsqueeze(-1), design, torch.zeros_like(design))
-    centre, width = _around(_Rows(eta.detach(), design.detach(), y, weights, data, given))
+    # Records come last: their rows are few, and a sum over a short last axis costs more than all that it sums.
+    eta, y = (torch.where(here, value, torch.zeros_like(value)).mT.contiguous() for value in (eta, y))
+    design = torch.where(here.unsqueeze(-1), design, torch.zeros_like(design)).movedim(-1, -3).mT.contiguous()
+    data = {name: value.mT.contiguous() if name in ADDITIONS else value for name, value in data.items()}
+    rows = _Rows(eta.detach(), design.detach(), y, weights.mT.contiguous(), data, given)
+    centre, width = _around(rows)
     x, log_w = _nodes(size, min(most, FEW_NODES if given.quadratic else NODES[size]), eta)
-    eps = centre.unsqueeze(-2) + (width.unsqueeze(-3) * x.unsqueeze(-2)).sum(-1)  # (N, Q, d)
-    # Nodes come last: a record's rows are few, and loops over them short.
-    moved = eta.unsqueeze(-1) + (design.unsqueeze(-2) * eps.unsqueeze(-3)).sum(-1)  # (N, M, Q)
+    eps = centre + _across(width, x.unsqueeze(-1))  # (Q, d, N)
     # What no effect changes is worked out once a row, rather than at each node: logarithms of factorials, say.
     level = torch.zeros_like(eta)
     rest = given.density(level, data).log_prob(y) - given.kernel(level, y, data)
-    term = given.kernel(moved, y.unsqueeze(-1), _of_nodes(data)) + rest.unsqueeze(-1)
-    term = (term * weights.unsqueeze(-1)).sum(-2)
-    term = term + 0.5 * (x.square().sum(-1) - eps.square().sum(-1)) + log_w
-    return torch.logsumexp(term, -1) + width.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    term = ((given.kernel(_moved(eta, design, eps), y, data) + rest) * rows.weights).sum(-2)
+    term = term + (0.5 * x.square().sum(-1) + log_w).unsqueeze(-1) - 0.5 * eps.square().sum(-2)
+    return torch.logsumexp(term, 0) + width.diagonal(dim1=-3, dim2=-2).log().sum(-1)
 
 
-def _of_nodes(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for several values of the linear predictor of each row, along a last axis."""
-    return {name: value.unsqueeze(-1) if name in ADDITIONS else value for name, value in data.items()}
+def _moved(eta: Tensor, design: Tensor, eps: Tensor) -> Tensor:
+    """eta_i + design_i eps, (..., M, N), of design (d, M, N) and eps (..., d, N)."""
+    for k in range(len(design)):
+        eta = eta + design[k] * eps[..., k : k + 1, :]
+    return eta
+
+
+def _across(matrix: Tensor, x: Tensor) -> Tensor:
+    """matrix (d, d, N) times x (..., d, N), (..., d, N)."""
+    return torch.stack([(row * x).sum(-2) for row in matrix], -2)
 
 
 class _Rows(NamedTuple):
-    """Records' rows, as `marginal` takes them; weights are 0 where there is none."""
+    """Records' rows, as `marginal` takes them, but (M, N); weights are 0 where there is none."""
 
     eta: Tensor
-    design: Tensor
+    design: Tensor  # (d, M, N)
     y: Tensor
     weights: Tensor
     data: Mapping[str, Any]
     given: Given
 
     def curved(self, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Slope (N, d) of the logarithm of the integrand, and the factor (N, d, d) of its expected curvature."""
-        at = self.eta + (self.design * eps.unsqueeze(-2)).sum(-1)
+        """Slope (d, N) of the logarithm of the integrand, and the factor (N, d, d) of its expected curvature."""
+        at = _moved(self.eta, self.design, eps)
         slope, curve = (part.detach() * self.weights for part in self.given.slopes(at, self.y, self.data))
-        down = (self.design * slope.unsqueeze(-1)).sum(-2) - eps
-        if eps.shape[-1] == 1:
-            return down, (1 + (curve.unsqueeze(-1) * self.design.square()).sum(-2, keepdim=True)).sqrt()
-        eye = torch.eye(eps.shape[-1], dtype=eps.dtype, device=eps.device)
-        return down, torch.linalg.cholesky_ex(eye + self.design.mT @ (curve.unsqueeze(-1) * self.design))[0]
+        return (self.design * slope).sum(-2) - eps, self.factor(curve)
 
-    def begun(self) -> Tensor:
-        """Where the integrand is the largest of what would be its mode if the density were normal, by all rows, and by
-        each of the first alone, (N, d): near enough to the y of some rows, where most are."""
-        off = self.y - self.eta
-        curve = self.given.slopes(self.eta, self.y, self.data)[1].detach() * self.weights
-        pull = self.design * (curve * off).unsqueeze(-1)
-        alone = pull / (1 + (self.design.square().sum(-1) * curve)).unsqueeze(-1)
-        zero = self.design.new_zeros(self.design[..., 0, :].shape)
-        together = _solved(self.curved(zero)[1], pull.sum(-2))
-        tried = torch.cat([together.unsqueeze(-2), alone[..., :_FIRST, :]], -2)  # (N, C, d)
-        at = self.eta.unsqueeze(-2) + (self.design.unsqueeze(-3) * tried.unsqueeze(-2)).sum(-1)
-        data = {name: value.unsqueeze(-2) if name in ADDITIONS else value for name, value in self.data.items()}
-        found = (self.given.kernel(at, self.y.unsqueeze(-2), data).detach() * self.weights.unsqueeze(-2)).sum(-1)
-        best = (found - 0.5 * tried.square().sum(-1)).argmax(-1, keepdim=True)
-        return torch.take_along_dim(tried, best.unsqueeze(-1), -2).squeeze(-2)
+    def factor(self, curve: Tensor) -> Tensor:
+        """(N, d, d) of the curvature of the integrand's logarithm, of rows' (M, N) in eta."""
+        design = self.design
+        if len(design) == 1:
+            return (1 + (curve * design.square()).sum(-2)).sqrt().mT.unsqueeze(-1)
+        eye = torch.eye(len(design), dtype=curve.dtype, device=curve.device)
+        among = torch.stack([(design * (design[k] * curve)).sum(-2) for k in range(len(design))])
+        return torch.linalg.cholesky_ex(eye + among.movedim(-1, 0))[0]
 
-    def how_far(self, eps: Tensor, move: Tensor) -> Tensor:
-        """At which of `_ALONG` times `move` (N, d) from `eps` the integrand is the largest, (N,)."""
-        times = self.eta.new_tensor(_ALONG)
-        at, by = (self.eta + (self.design * eps.unsqueeze(-2)).sum(-1)), (self.design * move.unsqueeze(-2)).sum(-1)
-        moved = at.unsqueeze(-1) + times * by.unsqueeze(-1)  # (N, M, times)
-        kernel = self.given.kernel(moved, self.y.unsqueeze(-1), _of_nodes(self.data)).detach()
-        found = (kernel * self.weights.unsqueeze(-1)).sum(-2)
-        along = times * (move * eps).sum(-1, keepdim=True) + 0.5 * times.square() * move.square().sum(-1, keepdim=True)
-        return times[(found - along).nan_to_num(nan=-math.inf).argmax(-1)]
+    def height(self, eps: Tensor) -> Tensor:
+        """Logarithm of the integrand at eps (..., d, N), but for a constant: (..., N)."""
+        kernel = self.given.kernel(_moved(self.eta, self.design, eps), self.y, self.data).detach()
+        return (kernel * self.weights).sum(-2) - 0.5 * eps.square().sum(-2)
+
+    def begun(self) -> tuple[Tensor, Tensor]:
+        """Where the integrand is the largest of 0 and of what would be its mode if the density were normal around where
+        each y is the likeliest, by all rows, and, where these may be `alone`, by each of the first of them, (d, N); and
+        its height there."""
+        zero = torch.zeros_like(self.design[:, 0])
+        if self.given.likeliest is None:
+            return zero, self.height(zero)
+        eta = self.given.likeliest(self.y)
+        curve = self.given.slopes(eta, self.y, self.data)[1].detach() * self.weights
+        pull = self.design * (curve * (eta - self.eta))
+        tried = [zero, _solved(self.factor(curve), pull.sum(-2))]
+        if self.given.alone:
+            tried += (pull / (1 + self.design.square().sum(0) * curve))[:, :_FIRST].unbind(1)
+        return self.highest(tried, self.height(zero))
+
+    def highest(self, tried: Sequence[Tensor], height: Tensor) -> tuple[Tensor, Tensor]:
+        """The first of `tried` (d, N) where the integrand is the largest, and its height there, (N,). height: that of
+        the first one."""
+        best, top = tried[0], height.nan_to_num(nan=-math.inf)
+        for eps, its in zip(tried[1:], self.height(torch.stack(list(tried[1:]))), strict=True):
+            higher = its > top
+            best, top = torch.where(higher, eps, best), torch.where(higher, its, top)
+        return best, top
 
 
 def _nodes(size: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -1773,28 +1799,30 @@ def _nodes(size: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _around(rows: _Rows) -> tuple[Tensor, Tensor]:
-    """Mode (N, d) of each record's integrand by Newton steps, and the factor (N, d, d) of the inverse curvature.
+    """Mode (d, N) of each record's integrand by Newton steps, and the factor (d, d, N) of the inverse curvature.
 
     How far a step goes is looked for along it. A whole one may lead astray: far below a count the curvature is all but
     nothing, and far above it a step makes the mean e times less, however far it is.
     """
-    design, quadratic = rows.design, rows.given.quadratic
-    eps = rows.begun() if rows.given.flat else design.new_zeros((*design.shape[:-2], design.shape[-1]))
-    for _ in range(1 if quadratic else rows.given.steps):
+    design, given = rows.design, rows.given
+    eps, height = (torch.zeros_like(design[:, 0]), None) if given.quadratic else rows.begun()
+    for _ in range(1 if given.quadratic else given.steps):
         slope, lower = rows.curved(eps)
         move = _solved(lower, slope)
-        if not quadratic:  # of which one step is the way
-            move = move * (_LONGEST / move.norm(dim=-1, keepdim=True).clamp(min=_LONGEST))
-            move = move * rows.how_far(eps, move).unsqueeze(-1)
-        eps = eps + move
+        if height is None:  # the way is one step
+            eps = eps + move
+        else:
+            move = move * (_LONGEST / move.norm(dim=0).clamp(min=_LONGEST))
+            eps, height = rows.highest([eps, *(eps + times * move for times in _ALONG)], height)
     lower = rows.curved(eps)[1]
-    if design.shape[-1] == 1:
-        return eps, 1 / lower
-    eye = torch.eye(design.shape[-1], dtype=design.dtype, device=design.device)
-    return eps, torch.linalg.solve_triangular(lower, eye.expand(lower.shape), upper=False).mT
+    if len(design) == 1:
+        return eps, 1 / lower.movedim(0, -1)
+    eye = torch.eye(len(design), dtype=eps.dtype, device=eps.device)
+    return eps, torch.linalg.solve_triangular(lower, eye.expand(lower.shape), upper=False).mT.movedim(0, -1)
 
 
 def _solved(lower: Tensor, right: Tensor) -> Tensor:
-    if right.shape[-1] == 1:
-        return right / lower.squeeze(-1).square()
-    return torch.cholesky_solve(right.unsqueeze(-1), lower).squeeze(-1)
+    """Of a factor (N, d, d) and (d, N)."""
+    if len(right) == 1:
+        return right / lower[:, 0, 0].square()
+    return torch.cholesky_solve(right.mT.unsqueeze(-1), lower).squeeze(-1).mT

@@ -771,6 +771,12 @@ def test_the_logarithm_of_one_and_a_power_is_right_everywhere() -> None:
     assert (torch.nn.functional.softplus(x) - exact).abs().max() > 1e-9
 
 
+def from_the_middle(rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where steps begin that know nothing of y."""
+    zero = torch.zeros_like(rows.design[:, 0])
+    return zero, rows.height(zero)
+
+
 def quadrature_error(family: str, sd: float, base: float, **more: float) -> float:
     """Largest of 8 records of 4 rows, in nats, whose effects are drawn from a normal of this sd."""
     response = {"bernoulli": "y", "ordinal": "grade", "binomial": "count | trials(n)"}
@@ -801,7 +807,7 @@ def test_a_student_likelihood_is_integrated_where_the_rows_are(
 ) -> None:
     """It is all but level far from them: from the middle of the effects no step leads there, by tens of nats."""
     assert quadrature_error("student", sd, 0.0, sigma=sigma) < 0.001
-    monkeypatch.setattr(mixed_model._Rows, "begun", lambda rows: torch.zeros_like(rows.design[..., 0, :]))
+    monkeypatch.setattr(mixed_model._Rows, "begun", from_the_middle)
     assert quadrature_error("student", sd, 0.0, sigma=sigma) > 10
 
 
@@ -820,7 +826,10 @@ def test_two_effects_of_a_student_likelihood_are_integrated_where_the_rows_are()
     torch.testing.assert_close(found, normal.log_prob(y), atol=1e-3, rtol=0.0)
 
 
-def test_without_a_look_along_the_way_newtons_steps_miss_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_begin_anywhere_or_are_all_as_long_miss_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(quadrature_error("poisson", sd, base) for sd in (10.0, 30.0) for base in (-4.0, 8.0)) < 0.06
+    monkeypatch.setattr(mixed_model._Rows, "begun", from_the_middle)
+    assert quadrature_error("poisson", 30.0, 8.0) > 10
     monkeypatch.setattr(mixed_model, "_ALONG", (1.0,))
     assert quadrature_error("poisson", 3.0, 5.0) > 10
     assert quadrature_error("negbinomial", 10.0, 0.0) > 10

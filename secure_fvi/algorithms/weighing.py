@@ -91,9 +91,9 @@ _NEARER = (0.5, 0.25, 0.1, 0.03, 0.0)
 #: More latents by draws, of two spreads in sds of q(Z_L | Z_G) by half, since that one may be too narrow, or beside the
 #: place; by fewer where those of records are nested in a silo's.
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
-#: Of a silo's latents in which log p is concave, by so many, of such spreads in sds by the curvature at the mode.
-#: Newton's steps towards it: where few are not enough draws are weighed less evenly.
-_CLIMBED, _CLIMBS = (32, (1.0, 1.4)), 4
+#: Of a silo's latents in which log p is concave, of such spreads in sds by the curvature at the mode: by so many, and
+#: where there are few latents. Newton's steps towards it: where these are not enough draws are weighed less evenly.
+_CLIMBED, _CLIMBED_OF_FEW, _FEW, _CLIMBED_SPREADS, _CLIMBS = 32, 16, 8, (1.0, 1.4), 2
 #: And by so many along lines: there means of draws are right, or too small, however far off q(Z_L | Z_G) is.
 _ALONG_LINES = 32
 #: Where latents' other modes are looked for: so many nodes along each ray, of one latent and of more, from how many sds
@@ -502,7 +502,8 @@ class Weigher:
             elif which < 2 and n in _GRIDS and not (nested and n > 1):
                 nodes = _grid(n, bool(which))
             elif which < 2 and not nested and draws is view.silo_draws and self.concave and self._adapts:
-                nodes = _drawn(torch.from_numpy(draws.uniforms(key, n)), *_CLIMBED)
+                count = _CLIMBED_OF_FEW if n <= _FEW else _CLIMBED
+                nodes = _drawn(torch.from_numpy(draws.uniforms(key, n)), count, _CLIMBED_SPREADS)
             else:
                 count = _ALONG_LINES if which == 2 else _NESTED if nested else _DRAWN
                 nodes = _drawn(torch.from_numpy(draws.uniforms(key, n)), count)
