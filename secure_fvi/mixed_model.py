@@ -18,7 +18,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -758,15 +758,18 @@ class MixedModel(FederatedModel):
     def replicated(self, problem: Problem, z: Tensor, rows: Mapping[str, Tensor], seed: int) -> Tensor:
         return _totals(self, problem, _At(z), rows, len(z), seed, 0)
 
-    def compared(self, totals: Tensor, silos: int, converged: bool | None = True) -> Check:
-        """Of totals (1 + n, `numbers`) over so many silos, as of `replicated`. `converged`: of the fit, where None says
-        that nobody looked. Everyone may see it."""
-        return Check(tuple(_checked(self, totals)), len(totals) - 1, silos, converged is True)
+    def compared(self, totals: Tensor, silos: int, converged: bool | None = True, step: float = 0.0) -> Check:
+        """Of totals (1 + n, `numbers`) over so many silos, as of `replicated`, each known to a `step`. `converged`: of
+        the fit, where None says that nobody looked. Everyone may see it."""
+        rows, small = _checked(self, totals, step)
+        return Check(rows, len(totals) - 1, silos, converged is True, small)
 
     def checked(self, result: Result) -> Check | None:
         """The check that a run with `replicates` made over all silos; None where it made none."""
+        from secure_fvi.algorithms.checking import STEP
+
         totals = getattr(result, "replicated", None)
-        return None if totals is None else self.compared(totals, len(result.silos), result.converged)
+        return None if totals is None else self.compared(totals, len(result.silos), result.converged, STEP)
 
     def told(self, result: Any) -> dict[str, Any]:
         found = self.summary(result)
@@ -1430,6 +1433,7 @@ class Check:
     n: int
     silos: int
     converged: bool = True  # whether the fit is known to have
+    small: tuple[str, ...] = ()  # sds that are too small to be told from totals
 
     def __str__(self) -> str:
         cells = [["Predictive check", "observed", "replicated", "2.5%", "97.5%", "larger"]]
@@ -1445,7 +1449,9 @@ class Check:
         about = f"totals over {self.silos} silos, and over {self.n} replicates of their tables under the posterior"
         may = "another family or term may" if self.converged else "another family or term may, or a fit that converged"
         told = f"; the model makes no tables like these in {', '.join(odd)}: {may}" if odd else ""
-        return about + told
+        small = ", ".join(f"'{name}'" for name in self.small)
+        hint = f"; {small}: too small to tell from totals; give the response a centre and a scale in the dictionary"
+        return about + told + (hint if small else "")
 
     def to_json(self) -> dict[str, Any]:
         """For result.json and the report; None for what is infinite."""
@@ -1503,26 +1509,43 @@ def _counts(of: Parts) -> bool:
     return FAMILIES[of.family].kinds == ("integer",)
 
 
-def _checked(model: MixedModel, totals: Tensor) -> Iterator[Checked]:
+#: How many times a variance has to be what is not known of it, at least, to be told.
+_KNOWN = 50.0
+
+
+def _checked(model: MixedModel, totals: Tensor, step: float = 0.0) -> tuple[tuple[Checked, ...], tuple[str, ...]]:
+    """Of totals that are known to a `step`; and names of sds that are too small for that."""
     of, label, scale = model.of, model.record_label, model.of.response.scale
     rows, records, y, squares, means, square_means, *at = totals.mT
     found: dict[str, Tensor] = {}
+    small = []
+
+    def sd(name: str, count: Tensor, total: Tensor, square: Tensor) -> None:
+        mean = total / count
+        variance = square / count - mean**2
+        known = variance >= _KNOWN * step * (1 + 2 * mean.abs()) / count
+        if step == 0 or (known[0] and known[1:].double().mean() > 0.5):
+            found[name] = scale * variance.clamp(min=0).sqrt()
+        else:
+            small.append(name)
+
     if of.family != "ordinal":
         found["mean"] = y / rows * scale + of.response.centre
     if of.family not in ("ordinal", "bernoulli"):
-        found["sd"] = scale * (squares / rows - (y / rows) ** 2).clamp(min=0).sqrt()
+        sd("sd", rows, y, squares)
     names = of.response.levels if of.family == "ordinal" else ("0",)
     found |= {f"share of {name}": count / rows for name, count in zip(names, at, strict=False)}
     if label is not None:
-        means, square_means = means / records, square_means / records
-        found[f"sd of means by {label}"] = scale * (square_means - means**2).clamp(min=0).sqrt()
+        sd(f"sd of means by {label}", records, means, square_means)
+    checked = []
     for name, values in found.items():
         observed, *drawn = (
             values.double().nan_to_num(math.inf, math.inf).tolist()
         )  # of infinite draws sds are no number
         low, high = np.quantile(drawn, [0.025, 0.975], method="inverted_cdf")
         larger = np.mean(np.greater(drawn, observed) + 0.5 * np.isclose(drawn, observed, rtol=1e-9))
-        yield Checked(name, observed, float(np.mean(drawn)), float(low), float(high), float(larger))
+        checked.append(Checked(name, observed, float(np.mean(drawn)), float(low), float(high), float(larger)))
+    return tuple(checked), tuple(small)
 
 
 def _check_is_of(model: MixedModel, result: Result) -> None:

@@ -95,7 +95,7 @@ class RunProgress:
             return ""
         rest = seconds / done * (progress.max_rounds - progress.round)
         after = "" if progress.ending is None else ", and the final sums after it"
-        return f"about {rest:.0f} s to round {progress.max_rounds} at this pace{after}"
+        return f"about {rest:.0f} s at this pace if it takes all {progress.max_rounds} rounds{after}"
 
     def __enter__(self) -> Self:
         return self

@@ -40,6 +40,8 @@ from secure_fvi.errors import InputError
 CHECK, REPLICATED, DRAWS = "check", "replicated", "draws"
 #: Of a number over all silos, in the response's standardised unit; a silo with one beyond its share hides them all.
 _UP_TO = 2.0**40
+#: To how much a total over all silos is known (`hiding.read`), in that unit.
+STEP = 2.0**-8
 
 
 def declared(replicates: int | None, silos: int) -> tuple[Sums, ...]:

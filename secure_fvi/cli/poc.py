@@ -190,7 +190,7 @@ def poc(
     sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path("dealt.csv"))
     tables = {site: f"{site}{path.suffix}" for site, path in sites.items()}
     function = Path(asked["function"]).name if "function" in asked else None
-    sections = plan(tables, port=port, function=function, read=read)
+    sections, checks = plan(tables, port=port, function=function, read=read), False
     if not only_plan:
         _check_machine(folder, port, asked)
     with tempfile.TemporaryDirectory() as scratch:
@@ -201,14 +201,14 @@ def poc(
             asked = asked if "formula" in asked else {"formula": FORMULA, "family": FAMILY, **asked}
             overrides = ("run.compile=false", *overrides)  # which does not pay for so few rounds
         if "function" not in asked and not any(o.startswith(("privacy", "algorithm.name")) for o in overrides):
-            overrides = ("algorithm.replicates=100", *overrides)
+            overrides, checks = ("algorithm.replicates=100", *overrides), True
         # A plan of a job that cannot be is none; that of the study's own, with nothing said, can.
         job = _job(sites, asked, dictionary, overrides, read) if said or not only_plan else ""
         if only_plan:
-            click.echo(_opening(tables) + "\n\n" + "\n\n".join(map(str, sections)))
+            click.echo(_opening(tables, checks) + "\n\n" + "\n\n".join(map(str, sections)))
             return
         _lay_out(folder, tables, sites, asked, job)
-    click.echo(_opening(tables))
+    click.echo(_opening(tables, checks))
     with _Machines(folder) as machines:
         for section in sections:
             click.echo(f"\n{section.title}")
@@ -380,7 +380,7 @@ def _compared(folder: Path, tables: dict[str, str]) -> list[str]:
     return ["secure-fvi", "compare", str(folder / HUB / "run"), *named]
 
 
-def _opening(tables: dict[str, str]) -> str:
+def _opening(tables: dict[str, str], checks: bool) -> str:
     had = "; ".join(f"{site} has {table}" for site, table in tables.items())
     settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
     first = next(iter(tables))
@@ -389,6 +389,8 @@ def _opening(tables: dict[str, str]) -> str:
         f"passphrase of its own in the file {PASSPHRASE}.\n"
         f"`{first}$ ...` is typed at {first}, in its folder; `{first} -> {HUB}: FILE` is handed over, by mail say. "
         f"Each first types:\n  export {settings}"
+        + "\nWith `replicates` in job.toml one more sum, after the fit, sets the tables beside what the model makes."
+        * checks
     )
 
 

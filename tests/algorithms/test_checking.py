@@ -106,6 +106,29 @@ def test_whole_totals_come_back_whole() -> None:
     assert hiding.read(total, block)[0] > 0
 
 
+@pytest.mark.parametrize(("scale", "told"), [(1.0, True), (20_000.0, False)])
+def test_sds_that_totals_do_not_tell_are_left_out(scale: float, told: bool) -> None:
+    """Of a response that varies by a twenty thousandth of what its dictionary says. The control: the same, well said;
+    and what the totals would have told, which is no such sd."""
+    rng = np.random.default_rng(2)
+    silos = [{"ph": 7.0 + rng.normal(size=n), "ward": rng.choice(["a", "b"], n)} for n in (40, 30, 50)]
+    dictionary = {
+        "ph": {"kind": "number", "low": 0, "high": 14, "centre": 0.0, "scale": scale},
+        "ward": {"kind": "category", "levels": ["a", "b"]},
+    }
+    of = sf.glmm("ph ~ ward", "gaussian", dictionary=dictionary)
+    result = sf.fit(of, silos, sf.PVI(replicates=40), compile=False)
+    check = of.checked(result)
+    assert check is not None
+    rows = {row.name: row.observed for row in check.rows}
+    sd = float(np.concatenate([silo["ph"] for silo in silos]).std())
+    assert ("sd" in rows, check.small) == ((True, ()) if told else (False, ("sd",)))
+    assert ("'sd': too small to tell from totals" in check.said) != told
+    naive = {row.name: row.observed for row in of.compared(result.replicated, 3).rows}["sd"]
+    assert (naive == pytest.approx(sd, rel=0.01)) == told
+    assert rows["mean"] == pytest.approx(7.0, abs=1.0)
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     silos = tables()
     with pytest.raises(InputError, match="under differential privacy tables are not compared"):

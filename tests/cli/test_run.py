@@ -280,7 +280,7 @@ def test_no_pace_of_rounds_tells_when_the_final_sums_are_done(
         shown.update(progress(2)._replace(ending=ending, objective=-12345.0))
         left = capsys.readouterr().err
         assert ", bound -12345.00, " in left  # the round's own: a mean over rounds would move long after q is at rest
-        assert "s to round 1000 at this pace" in left
+        assert "s at this pace if it takes all 1000 rounds" in left
         assert ("and the final sums after it" in left) == (ending is False)
     shown.update(progress(2)._replace(ending=True))
     last = capsys.readouterr().err
