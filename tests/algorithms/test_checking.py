@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,11 @@ from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.checking import CHECK, DRAWS, REPLICATED, CheckedProgram
 from secure_fvi.algorithms.kit import Answer
+from secure_fvi.checkpoints import FolderCheckpoints
+from secure_fvi.driving import Run
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
+from secure_fvi.messages import ROUND
 
 DICTIONARY = {
     "falls": {"kind": "integer", "low": 0, "high": 10_000_000},
@@ -180,3 +185,62 @@ def test_a_server_that_asks_far_out_reads_no_single_silo() -> None:
     first = next(iter(own.values()))
     assert torch.equal(control[1:, 2:4], first[1:, 2:4])
     assert float(first[1, 2]) > 0
+
+
+def test_encrypted_totals_are_the_plain_ones() -> None:
+    plain, encrypted = (
+        sf.fit(model(), tables(), sf.PVI(replicates=20), sums, compile=False).replicated
+        for sums in (sf.Plain(), sf.Homomorphic())
+    )
+    assert plain is not None
+    assert encrypted is not None
+    assert torch.equal(plain, encrypted)
+    assert float(plain[0, 0]) == 120
+
+
+@pytest.mark.filterwarnings("ignore:.*unassessed")
+def test_a_check_that_lacks_a_silo_tells_nothing_and_the_fit_stands() -> None:
+    """Its answer is lost: numbers of three tables of four would be held against all. The control: none is lost."""
+    algorithm = sf.SFVIAvg(rounds=2, local_steps=5, tolerance=0.0, replicates=20)
+    fourth = tables()[0]
+    silos = [*tables(), {**fourth, "age": fourth["age"] / 2}]
+    found = []
+    for lost in (True, False):
+        parties = build_parties(model(), silos, algorithm, sf.Masked(max_missing=1), compile=False)
+        while parties.server.state.algorithm.phase != CHECK:
+            parties.engine.run(parties.server.round())
+        before = parties.server.program.posterior(parties.server.state.algorithm)
+        exchanges = parties.server.round()
+        messages = next(exchanges)
+        with contextlib.suppress(StopIteration):
+            while True:
+                replies = parties.engine.exchange(messages)
+                if lost and next(iter(messages.values()))[:1] == ROUND:
+                    del replies["silo-2"]
+                messages = exchanges.send(replies)
+        state = parties.server.state.algorithm
+        after = parties.server.program.posterior(state)
+        assert torch.equal(before.draws(5, 1), after.draws(5, 1))
+        found.append(parties.server.program.replicated(state))
+    assert found[0] is None
+    assert found[1] is not None
+    assert float(found[1][0, 0]) == sum(len(silo["age"]) for silo in silos)
+
+
+@pytest.mark.filterwarnings("ignore:.*unassessed")
+def test_a_run_that_stops_before_its_check_makes_it(tmp_path: Path) -> None:
+    algorithm = sf.SFVIAvg(rounds=2, local_steps=5, tolerance=0.0, replicates=20)
+    first, again = (build_parties(model(), tables(), algorithm, sf.Plain(), compile=False) for _ in range(2))
+    kept = FolderCheckpoints(tmp_path, 0.0)
+    run = Run(first, lambda _: None, kept)
+    while first.server.state.algorithm.phase != CHECK:
+        next(run)
+    rest = Run(again, lambda _: None, kept, resume=True)
+    assert again.server.state.algorithm.phase == CHECK
+    assert again.server.program.replicated(again.server.state.algorithm) is None
+    next(run)
+    next(rest)
+    whole, resumed = (p.server.program.replicated(p.server.state.algorithm) for p in (first, again))
+    assert whole is not None
+    assert resumed is not None
+    assert torch.equal(whole, resumed)
