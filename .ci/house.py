@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[1]
 #: reader of tables reads. What runs in the fence (`secure_fvi.deployment.fenced`) is a process of its own. What is
 #: loaded when it is used (`secure_fvi.later`) is not in it: `tests/test_exported.py` holds silos to using none of that.
 SILO_JOB = ("secure_fvi.deployment.site_job", "secure_fvi.algorithms.sfvi", "secure_fvi.aggregation.masked")
+#: The same of a job whose silos hold different columns.
+COLUMNS_JOB = ("secure_fvi.deployment.columns_job", "secure_fvi.aggregation.masked")
 _NOT_TRUSTED = re.compile(r"(^|[._])(server|report|plots)([._]|$)")
 _MOST_PARAMETERS = 9
 _STARTED = 7
@@ -139,6 +141,7 @@ def main() -> None:
     say("lab", [n for n in files if n not in core])
     say("import closure of a silo's job", closure(SILO_JOB, edges))
     say("  trusted: without server, reports, plots", closure(SILO_JOB, edges, _NOT_TRUSTED))
+    say("import closure of a silo's vertical job", closure(COLUMNS_JOB, edges))
     found = circles(edges)
     print(f"{'import circles':52} {len(found):7}")
     for group in found:

@@ -32,7 +32,8 @@ from secure_fvi.audits.features import contributions_in_clear
 from secure_fvi.audits.scores import auc, cross_fitted, r_squared, ridge, tpr_at_fpr
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.audits.worlds import Recorder
-from secure_fvi.columns import Columns, VerticalLocalPosterior
+from secure_fvi.column_silo import VerticalLocalPosterior
+from secure_fvi.columns import Columns
 from secure_fvi.errors import InputError
 from secure_fvi.models.vertical_programs import VerticalDataset
 from secure_fvi.privacy.settings import DP

@@ -22,6 +22,20 @@ from secure_fvi.silo import Silo
 NUMBERS_AT_ONCE = 20_000_000
 
 
+class SitePosterior(NamedTuple):
+    """Mean and standard deviation of a global site in the model's own space, in the site's shape."""
+
+    mean: Tensor
+    sd: Tensor
+
+
+class SitePosteriors(dict[str, SitePosterior]):
+    """Posteriors by site; a name that does not exist is answered with those that do."""
+
+    def __missing__(self, name: str) -> SitePosterior:
+        raise InputError(f"no global site '{name}'; there are: {', '.join(self) or 'none'}")
+
+
 def draws_that_fit(most: int, least: int, size: int) -> int:
     """`most` draws, or fewer of so many numbers (`size`) each that they would not fit into memory; `least` at least."""
     return min(most, max(least, NUMBERS_AT_ONCE // max(1, size)))

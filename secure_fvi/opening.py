@@ -27,11 +27,12 @@ from secure_fvi.algorithms.base import NoiseAware, Posterior, Problem, Refined
 from secure_fvi.algorithms.vertical import likelihoods
 from secure_fvi.density import Layout, LogDensity, Params, Site, Start
 from secure_fvi.discovery import as_model, read_layout
+from secure_fvi.draws import SitePosterior, SitePosteriors
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.families.gaussian import GlobalFamily, LowRank, Point, global_family
 from secure_fvi.federated_model import FederatedModel, Schema, Shared
 from secure_fvi.program_density import Evaluation, ProgramDensity
-from secure_fvi.results import ELSEWHERE, FORMAT, Result, SitePosterior, SitePosteriors, summarise
+from secure_fvi.results import ELSEWHERE, FORMAT, Result, summarise
 from secure_fvi.summary import weighted_moments
 from secure_fvi.supports import ReachesFar, ReachesZero
 from secure_fvi.trees import part

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from pyro.distributions import Unit
@@ -29,7 +29,7 @@ from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params, running
 from secure_fvi.discovery import kind_of
-from secure_fvi.draws import LocalPosterior, draw_global, draws_that_fit, to_arviz
+from secure_fvi.draws import LocalPosterior, SitePosterior, SitePosteriors, draw_global, draws_that_fit, to_arviz
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.files import write_atomically
@@ -48,20 +48,6 @@ from secure_fvi.summary import (
 _R = TypeVar("_R")
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_230_208
-
-
-class SitePosterior(NamedTuple):
-    """Mean and standard deviation of a global site in the model's own space, in the site's shape."""
-
-    mean: Tensor
-    sd: Tensor
-
-
-class SitePosteriors(dict[str, SitePosterior]):
-    """Posteriors by site; a name that does not exist is answered with those that do."""
-
-    def __missing__(self, name: str) -> SitePosterior:
-        raise InputError(f"no global site '{name}'; there are: {', '.join(self) or 'none'}")
 
 
 def assessed(verdict: Verdict, algorithm: str, rounds: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ AGAINST = {
     ),
     "Sites load no plots, reports or audits": ("secure_fvi/deployment/names.py", "secure_fvi.plots"),
     "A silo's job loads what it runs": ("secure_fvi/silo.py", "secure_fvi.results"),
+    "A site's process loads nothing of a server's": ("secure_fvi/column_silo.py", "secure_fvi.results"),
     "Algorithms do not import each other": ("secure_fvi/algorithms/sfvi.py", "secure_fvi.algorithms.pvi"),
     "No circles": ("secure_fvi/aggregation/ring.py", "secure_fvi.aggregation.masked"),
 }

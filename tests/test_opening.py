@@ -24,9 +24,9 @@ from secure_fvi import results
 from secure_fvi.algorithms import base
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.likelihoods import Gaussian
+from secure_fvi.draws import SitePosterior, SitePosteriors
 from secure_fvi.families.gaussian import Full
 from secure_fvi.federated_model import Schema
-from secure_fvi.results import SitePosterior, SitePosteriors
 from secure_fvi.summary import weighted_moments
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")

@@ -301,7 +301,7 @@ def _fits(decision: Decision, home: Home) -> str:
     config = decision.local_config(site)
     if config.alignment is not None:
         from secure_fvi.deployment.columns_job import read_aligned
-        from secure_fvi.runs.federation import response_columns
+        from secure_fvi.runs.columns import response_columns
 
         assert decision.data is not None
         assert decision.data.path is not None

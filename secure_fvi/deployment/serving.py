@@ -62,7 +62,7 @@ from secure_fvi.server import Server
 from secure_fvi.wire import agreed
 
 if TYPE_CHECKING:
-    from secure_fvi.deployment.columns_job import ServerColumns
+    from secure_fvi.deployment.columns_server import ServerColumns
 
 _log = logging.getLogger(__name__)
 _MOST_SESSIONS = 100  # opened anew in one process; a machine that restarts more often needs another remedy
@@ -90,7 +90,7 @@ def remote_federation(
     columns: ServerColumns | None = None
     model: Any = None
     if config.vertical:
-        from secure_fvi.deployment.columns_job import ServerColumns
+        from secure_fvi.deployment.columns_server import ServerColumns
 
         columns = ServerColumns(config, algorithm, aggregation)
         at = home.roster(now())

@@ -3,8 +3,8 @@
 FLARE starts and ends its processes, and brings auxiliary messages from one to the other. Nothing rests on its trust:
 what travels are letters, signed by the identities of the roster, and an answer names the letter that it answers; and at
 a site FLARE's own processes, which do what its server says, see neither keys nor data: behind a fence, they bring each
-letter to the door of the site's own process. A job of FLARE is one incarnation of a job of ours; parties go on from
-their own folders in the next (`secure-fvi flare run`).
+letter to the door of the site's own process, which is here; the server's end is `flare_server`. A job of FLARE is one
+incarnation of a job of ours; parties go on from their own folders in the next (`secure-fvi flare run`).
 
 server                              site: FLARE              the site itself
 Letter(number, job, body)    ->           Letter        ->
@@ -15,48 +15,39 @@ Letter(number, job, body)    ->           Letter        ->
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import logging
 import os
-import secrets
 import stat
 import subprocess
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, TimeoutError, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from secure_fvi.deployment.fence import call_filter, carrying
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
-from secure_fvi.deployment.names import parse_table, printable, read_bytes
+from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import read_policy
-from secure_fvi.deployment.serving import remote_federation
 from secure_fvi.deployment.site import Site, server_of
 from secure_fvi.deployment.site_job import Local
-from secure_fvi.driving import Progress
 from secure_fvi.engines.flare_kits import (
-    Job,
     command,
-    ended_file,
     environment,
-    job_file,
     key_file_of,
     put_away,
     workspace_of,
 )
 from secure_fvi.engines.letters import (
     ANSWERED,
-    BUSY,
     DOOR_VARIABLE,
     DOORS,
     FAILED,
-    LETTER,
     NUMBER_BYTES,
     OVERHEAD,
     REFUSED,
@@ -66,165 +57,21 @@ from secure_fvi.engines.letters import (
     read_letter,
     write_letter,
 )
-from secure_fvi.engines.remote import Line, Remote, shown
+from secure_fvi.engines.remote import shown
 from secure_fvi.engines.stream_client import answered
-from secure_fvi.engines.stream_messages import LONGEST, Whole
+from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
-from secure_fvi.files import write_atomically
 from secure_fvi.key_files import KEY_FILE_VARIABLE, PASSPHRASE_VARIABLE
-from secure_fvi.runs.config import read
-from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.running import execute_federation
 
 _log = logging.getLogger(__name__)
 
-#: A site that still computes says so after `_HOLD` seconds; FLARE waits `REPLY` for one that may be gone.
-_HOLD, REPLY, _PAUSE = 5.0, 15.0, 0.2
-#: Seconds of silence after which a site's process is taken for dead, and at the start, for not there yet.
-SILENCE, START = 45.0, 120.0
+#: Seconds after which a site that still computes says so, and until what is not there yet is looked for again.
+_HOLD, _PAUSE = 5.0, 0.2
 _AGAIN = 5.0  # seconds until a process that has ended is started again
 _LAST, _LINE = 10, 400  # lines of what it said that are kept, and bytes of each
 UNFENCED = "--sandbox off: FLARE's server can have FLARE read every file here that this user may read"
 _REMEMBERED = 1 << 17  # letters that a site has answered, some 15 MB
-_HELD, _SAY = 60.0, 60.0  # seconds for a folder that a process before may still hold; between two lines of the log
-
-
-# ---- the server's end ----
-
-
-class Ended(SecureFVIError):
-    """This job of FLARE cannot go on; the next one can."""
-
-
-class Post(NamedTuple):
-    """What FLARE's server gives a carrier. send: a letter to a site, and what came back; over: whether the job is to
-    end."""
-
-    send: Callable[[str, bytes], Mapping[str, Any]]
-    over: Callable[[], bool]
-
-    def carrier(self, line: Line, *_: Any) -> FlareCarrier:
-        """Of what a `StreamServer` takes, address and TLS are FLARE's here."""
-        return FlareCarrier(line, self)
-
-
-class FlareCarrier(Remote):
-    """Letters to the executors, in auxiliary messages. A site's name is the same in FLARE and in the roster."""
-
-    port = 0  # nobody dials in
-
-    def __init__(self, line: Line, post: Post) -> None:
-        super().__init__(line)
-        self._send, self._over = post
-        self._threads = ThreadPoolExecutor(2 * (len(line.names) + len(line.others)), "ask")
-        self._heard: dict[str, float] = {}  # by site, when it last said anything
-
-    def _deliver(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
-        self._asked, self._answers = dict(messages), {}
-        began = time.monotonic()
-        letters = {site: self._letter(site, body) for site, body in messages.items()}
-        flying: dict[str, Future[Mapping[str, Any]]] = {}
-        again = dict.fromkeys(messages, began)  # by site, when it is asked again
-        while not self._settled(began):
-            for site in messages.keys() - self._answers.keys() - flying.keys():
-                if time.monotonic() >= again[site]:
-                    flying[site] = self._threads.submit(self._send, site, letters[site][0])
-            wait(flying.values(), _PAUSE, FIRST_COMPLETED)
-            for site in [s for s, asked in flying.items() if asked.done()]:
-                reply = self._said(flying.pop(site))
-                self._take(site, reply, letters[site][1])
-                again[site] = time.monotonic() + (0 if reply.get(BUSY) else _PAUSE)
-            self._check(began)
-        answers, self._asked = self._answers, {}
-        self._absent |= messages.keys() - answers.keys()
-        return {site: answers[site].message for site in messages if self._usable(site, answers.get(site))}
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    @staticmethod
-    def _said(asked: Future[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What FLARE brought back. Whatever its network makes it raise is nobody's word: nothing came back."""
-        try:
-            return asked.result()
-        except Exception as error:
-            _log.warning("FLARE could not bring a letter (%s)", type(error).__name__)
-            return {}
-
-    def _letter(self, site: str, body: bytes) -> tuple[bytes, bytes]:
-        return write_letter(Letter(self._home.id, site, self._job, secrets.token_bytes(32), 0, body), self._home)
-
-    def _take(self, site: str, reply: Mapping[str, Any], question: bytes) -> None:
-        """What a site said; what is wrong with it is told, and the same letter goes out again."""
-        if reply.get(BUSY):
-            self._heard[site] = time.monotonic()
-            return
-        content = reply.get(LETTER)
-        if not isinstance(content, bytes):
-            return  # FLARE's own word for a site that is not there
-        try:
-            letter, _ = read_letter(content, self._home, "silo", "holder", most=self.longest)
-            check_letter(letter, site, self._job, b"", question)
-        except SecureFVIError as error:
-            _log.warning("what came for '%s' is no answer: %s", site, shown(str(error).encode()))
-            return
-        self._heard[site] = time.monotonic()
-        self._absent.discard(site)
-        self._answers[site] = Whole(self.exchanges, letter.status, letter.body)
-
-    def _check(self, began: float) -> None:
-        """Raises Ended where FLARE ends the job, or a site that has to be waited for has long said nothing: FLARE does
-        not bring a site's process back in the same job."""
-        if self._over():
-            raise Ended("FLARE ends this job")
-        if self.patience.on_loss == "drop":
-            return
-        clock = time.monotonic()
-        for site in self._asked.keys() - self._answers.keys():
-            known = site in self._heard
-            if clock - max(self._heard.get(site, began), began) >= (SILENCE if known else START):
-                raise Ended(f"{self._named(site)} is silent: its process is gone, or was never started")
-
-
-def serve(home: Home, name: str, carrier: Callable[..., FlareCarrier]) -> None:
-    """Run the job `name` to its end. Raises what `execute_federation` raises; started again, it goes on."""
-    path = job_file(home.path, name)
-    job = parse_table(read_bytes(path, f"what job '{name}' is"), Job, f"'{path}'")
-    config = read(Path(job.config), job.overrides)
-    folder = RunDirectory(Path(job.out))
-    federation = remote_federation(config, home, folder, "", sandbox=job.sandbox)
-    execute_federation(dataclasses.replace(federation, carrier=carrier), folder, True, _said())
-
-
-def _said() -> Callable[[Progress], None]:
-    """A line in the log every minute."""
-    last = time.monotonic()
-
-    def note(progress: Progress) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SAY or progress.round == 1:
-            last = time.monotonic()
-            _log.info("round %d of at most %d", progress.round, progress.max_rounds)
-
-    return note
-
-
-def left(name: str, incarnation: str, again: bool, text: str) -> None:
-    """What the launcher reads of its own job of FLARE: whether the job may be submitted again, and why it has ended."""
-    with contextlib.suppress(OSError, SecureFVIError):
-        path = ended_file(home_of_environment().path, name, incarnation)
-        write_atomically(path, f"{'again' if again else 'over'}\n{text}".encode())
-
-
-def home_of_environment() -> Home:
-    """The server's folder, which its own environment names. Raises InputError where it names none."""
-    folder = os.environ.get(HOME_VARIABLE)
-    if not folder:
-        raise InputError(f"the environment of FLARE's process names no {HOME_VARIABLE}; use `secure-fvi flare start`")
-    return Home(Path(folder))
-
-
-# ---- a site's end ----
+_HELD = 60.0  # seconds for a folder that a process before may still hold
 
 
 class _Question(NamedTuple):

@@ -45,7 +45,7 @@ class ServerController(Controller):  # type: ignore[misc]
         """There are no tasks."""
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        from secure_fvi.engines.flare import REPLY, Ended, Post, home_of_environment, left, serve
+        from secure_fvi.engines.flare_server import REPLY, Ended, Post, home_of_environment, left, serve
         from secure_fvi.engines.remote import shown
 
         engine = fl_ctx.get_engine()

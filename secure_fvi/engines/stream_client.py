@@ -26,6 +26,7 @@ from secure_fvi.engines.stream_messages import (
     MESSAGE,
     METHOD,
     OPTIONS,
+    RECHECK,
     REFUSAL,
     RESTART,
     SERVICE,
@@ -36,7 +37,6 @@ from secure_fvi.engines.stream_messages import (
     reason,
     split_address,
 )
-from secure_fvi.engines.stream_server import RECHECK
 from secure_fvi.errors import BudgetError, DataError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed

@@ -23,6 +23,8 @@ SERVICE, METHOD = "secure_fvi.Stream", "Exchange"
 CHUNK_BYTES = 4 << 20
 #: Until the receiver knows its job, and at least for the records that sites countersign, a message may be so long.
 LONGEST = 64 << 20
+#: Seconds after which it is looked again whether the other end's certificate still counts.
+RECHECK = 60.0
 #: A greeting of either end.
 GREETING = wire.Limit(1024)
 #: What a part's `status` says of the whole message. RESTART: the silo needs the session to be opened anew.

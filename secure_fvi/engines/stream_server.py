@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -24,6 +24,7 @@ from secure_fvi.engines.stream_messages import (
     MESSAGE,
     METHOD,
     OPTIONS,
+    RECHECK,
     SERVICE,
     Assembler,
     Hello,
@@ -36,17 +37,12 @@ from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed
 
-if TYPE_CHECKING:
-    pass
-
 _log = logging.getLogger(__name__)
 
 #: Seconds for the handshakes of a connection, and again for the greeting of a stream.
 LOGIN = 10.0
 #: Streams that a member may open at once; after that so many a second. A silo that dials again waits longer.
 _LOGINS, _LOGINS_A_SECOND = 30.0, 2.0
-#: Seconds after which it is looked again whether a certificate still counts.
-RECHECK = 60.0
 
 
 class _Link:

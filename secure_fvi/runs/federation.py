@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
-from secure_fvi.algorithms.vertical.predictors import linear
 from secure_fvi.alignment import Alignment, Normalisation, Prepared, align, prepare, sorted_order
 from secure_fvi.building import Machine, build_problem, numbers_of, work_of
 from secure_fvi.checkpoints import text_of
 from secure_fvi.columns import Columns, VerticalResult
 from secure_fvi.compiled import choose_threads
-from secure_fvi.dictionary import RECORD_ID, Column, Dictionary
+from secure_fvi.dictionary import RECORD_ID
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere
@@ -34,8 +33,8 @@ from secure_fvi.models.vertical_programs import VerticalDataset, vertical_progra
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result
+from secure_fvi.runs.columns import response_columns, row_ids, silo_columns
 from secure_fvi.runs.config import Config, SiloFile
-from secure_fvi.runs.config import Response as ResponseFile
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.options import LIKELIHOODS, build, chosen, named, resolved
 from secure_fvi.runs.records import (
@@ -43,18 +42,15 @@ from secure_fvi.runs.records import (
     _by_record,
     _check_ids,
     _dataset,
-    _named,
     _partitioned,
     _rows,
     formula_rows,
     model_of,
-    python_function,
     read_silo,
     read_table,
     settled,
 )
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import ENDINGS, GAP, check_table
 
 _log = logging.getLogger(__name__)
 
@@ -224,18 +220,6 @@ def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def read_ids(path: Path, key: str, column: str) -> list[str | None]:
-    """The texts of one column of a table without blanks about them, None for a gap: ids of people, which are no
-    numbers."""
-    if path.suffix.lower() not in ENDINGS:
-        raise InputError(f"{key} = '{path}': ids are read from a table ({', '.join(ENDINGS)}), as text")
-    with _named(path, key):
-        found = check_table(path, Dictionary({column: Column("id")}))
-    gaps = {int(row) - 1 for f in found.findings if f.what == GAP for row in f.rows}
-    names = found.names[column]
-    return [None if i in gaps else names[place] for i, place in enumerate(found.columns[column])]
-
-
 def disclosure_of(
     config: Config, data_dir: Path | None = None, model: FederatedModel | Elsewhere | None = None
 ) -> Disclosure:
@@ -377,28 +361,6 @@ def _columns_from_files(config: Config, likelihood: Likelihood, aligned: Mapping
     return VerticalDataset(rows, predictors, response, offset)
 
 
-def response_columns(
-    of: ResponseFile, table: Mapping[str, Tensor]
-) -> tuple[tuple[Tensor, Tensor | None], dict[str, Tensor]]:
-    """Response and offset, (N,) each, from the table of their file, and its other columns. Raises InputError, which
-    names the key."""
-    found = []
-    for key in ("column", "offset"):
-        name = getattr(of, key)
-        if name is not None and name not in table:
-            raise InputError(f"response.{key} = '{name}': no such column{nearest(name, table)}")
-        found.append(table[name] if name is not None else None)
-    response, offset = found
-    assert response is not None
-    others = {name: value for name, value in table.items() if name not in of.columns}
-    if of.silo is not None and not others:
-        raise InputError(
-            f"silo '{of.silo}' has no column but the response, and a silo adds a predictor of its own: add a column, "
-            "or let the server hold the response"
-        )
-    return (response, offset), others
-
-
 def _aligned(config: Config) -> dict[str, Alignment]:
     """Rows by party, in the common order (`secure_fvi.alignment`); none where rows are not joined by identifiers.
 
@@ -423,12 +385,6 @@ def _aligned(config: Config) -> dict[str, Alignment]:
     return found
 
 
-def row_ids(path: Path, key: str, columns: Sequence[str]) -> list[Any]:
-    """Each row's identifier in a table, of one column (`read_ids`) or of several, as `alignment.prepare` takes them."""
-    parts = [read_ids(path, key, column) for column in columns]
-    return list(zip(*parts, strict=True)) if len(columns) > 1 else parts[0]
-
-
 def _sorted(prepared: Mapping[str, Prepared]) -> dict[str, Alignment]:
     """Rows as they stand, of tables that hold the same people in the order of their identifiers."""
     found: dict[str, Alignment] = {}
@@ -448,22 +404,3 @@ def _sorted(prepared: Mapping[str, Prepared]) -> dict[str, Alignment]:
 
 def _matching_goes_on(done: int, of: int) -> None:
     _log.info("matching: %d of %d identifiers", done, of)
-
-
-def silo_columns(
-    function: str | None, key: str, table: dict[str, Tensor], classes: int
-) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
-    """The arguments of a silo's predictor, and the predictor: by default all columns side by side, linearly."""
-    if function is None:
-        return {"x": torch.cat([v.reshape(len(v), -1).double() for v in table.values()], 1)}, linear(classes)
-    path, _, name = function.rpartition(":")
-    if not path.endswith(".py"):
-        raise InputError(f"{key}.predictor = '{function}': must look like 'path/to/file.py:name'")
-    program = python_function(Path(path), name, f"{key}.predictor")
-    wanted = list(inspect.signature(program).parameters)
-    for column in wanted:
-        if column not in table:
-            raise InputError(
-                f"{key}: '{name}' takes '{column}', and {key}.data has no such column{nearest(column, table)}"
-            )
-    return {column: table[column] for column in wanted}, program

@@ -60,7 +60,7 @@ def read_table(
     if path.suffix.lower() in TABLES:
         tensors = _coded(path, key, partial(_numbers, leave_out=leave_out), spoilt=spoilt, whole=whole)
     elif path.suffix.lower() in arrays:
-        with _named(path, key):
+        with named_file(path, key):
             tensors = arrays[path.suffix.lower()](path)
     else:
         cure = OTHERS.get(path.suffix.lower())
@@ -106,7 +106,7 @@ def _coded(
     path: Path, key: str, coding: Coding, silo: SiloFile | None = None, spoilt: list[str] | None = None,
     whole: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    with _named(path, key):
+    with named_file(path, key):
         if whole and spoilt is not None:
             found = _reader(path).with_gaps(_files(path, silo), coding)
             spoilt += found.spoilt
@@ -174,7 +174,7 @@ def _numbers(names: Iterable[str], leave_out: Collection[str] = ()) -> Dictionar
 
 
 @contextmanager
-def _named(path: Path, key: str) -> Iterator[None]:
+def named_file(path: Path, key: str) -> Iterator[None]:
     """Errors with the configuration key and the file in front."""
     try:
         yield
@@ -350,7 +350,7 @@ def formula_rows(silo: SiloFile, key: str, model: MixedModel, spoilt: list[str] 
     """A silo's rows as a formula's model reads them; `key` is the configuration key that named its table. spoilt: rows
     that cannot be read are left out, and it is told of them. Raises DataError, InputError."""
     path = Path(silo.data)
-    with _named(path, f"silo '{silo.id}' ({key})"):
+    with named_file(path, f"silo '{silo.id}' ({key})"):
         dictionary, missing = _of_formula(silo, model)
         own = RECORD_ID if model.record_label is None else ""  # records that are groups of rows have no column of ids
         found = _read(path, dictionary, silo, {*model.columns, *silo.complete}, missing, spoilt, own)
@@ -378,7 +378,7 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
     own, key = config.silo[at], f"silo[{at}].data"
     path = Path(own.data)
-    with _named(path, key):
+    with named_file(path, key):
         for file in _files(path, own).values():
             with file.open("rb"):
                 pass

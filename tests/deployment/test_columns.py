@@ -53,8 +53,9 @@ from secure_fvi.cli.policy import _alignment_lines
 from secure_fvi.columns import RESPONSE_HOLDER
 from secure_fvi.deployment import columns_job, serving, site_job
 from secure_fvi.deployment import holding as holding_module
-from secure_fvi.deployment.columns_job import _SUITE, ServerColumns, _one_order, read_aligned
+from secure_fvi.deployment.columns_job import _SUITE, read_aligned
 from secure_fvi.deployment.columns_job import ColumnsJob as SiteColumns
+from secure_fvi.deployment.columns_server import ServerColumns, _one_order
 from secure_fvi.deployment.countersigning import hold_to_seen, open_trail
 from secure_fvi.deployment.deciding import job_entry
 from secure_fvi.deployment.home import Home

@@ -29,15 +29,9 @@ from deployment_world import DAY, NOW, World, new_world
 from secure_fvi.deployment import fence, signatures
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site_job import Local
-from secure_fvi.engines import flare, flare_kits
-from secure_fvi.engines.flare import (
-    BUSY,
-    LETTER,
-    Ended,
-    FlareCarrier,
-    Post,
-)
-from secure_fvi.engines.letters import ANSWERED, REFUSED, WORKING, Letter, Way, read_letter, write_letter
+from secure_fvi.engines import flare, flare_kits, flare_server
+from secure_fvi.engines.flare_server import Ended, FlareCarrier, Post
+from secure_fvi.engines.letters import ANSWERED, BUSY, LETTER, REFUSED, WORKING, Letter, Way, read_letter, write_letter
 from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError, SecureFVIWarning
 
@@ -99,7 +93,7 @@ class Network:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SecureFVIWarning)
             post = Post(self.send, self.over.is_set)
-            flare.serve(home, "job", post.carrier)
+            flare_server.serve(home, "job", post.carrier)
         return (out / "posterior.safetensors").read_bytes()
 
 
@@ -145,7 +139,7 @@ def test_a_job_that_flare_ends_goes_on_in_the_next(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A site is silent for good, as FLARE never brings its process back: that job ends, and the next goes on."""
-    monkeypatch.setattr(flare, "SILENCE", 3.0)
+    monkeypatch.setattr(flare_server, "SILENCE", 3.0)
     monkeypatch.setattr(flare, "_HOLD", 0.2)
     job, n = _job(network.world, tmp_path), [0]
 
@@ -259,7 +253,7 @@ def test_what_another_job_of_flare_left_ends_nothing(
     """FLARE ends a job and begins another; the first one's controller, late, says that it was refused. The launcher
     believed it and gave up, as it does in the control, where all jobs of FLARE have one file."""
     if control:
-        for module in (flare, flare_kits):
+        for module in (flare_server, flare_kits):
             monkeypatch.setattr(module, "ended_file", lambda home, name, _: home / "flare" / "jobs" / f"{name}.ended")
     home, told = world.homes["hub"], list[str]()
     monkeypatch.setenv("SECURE_FVI_HOME", str(home.path))
@@ -281,9 +275,9 @@ def test_what_another_job_of_flare_left_ends_nothing(
 
         def wait(self) -> str:
             if self.jobs == 2:
-                flare.left("remote", "incarnation-1", False, "refused, long ago")
+                flare_server.left("remote", "incarnation-1", False, "refused, long ago")
             if self.jobs == 3:
-                flare.left("remote", "incarnation-3", False, "refused, just now")
+                flare_server.left("remote", "incarnation-3", False, "refused, just now")
             return "FINISHED:ABORTED"
 
     monkeypatch.setattr(flare_kits, "_Session", Session)
@@ -369,7 +363,7 @@ def test_an_old_letter_is_not_answered_again(network: Network, monkeypatch: pyte
 def test_a_silo_computes_while_flare_waits(network: Network, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The site says that it is busy, the same letter asks again, and nothing is computed twice."""
     monkeypatch.setattr(flare, "_HOLD", 0.03)
-    monkeypatch.setattr(flare, "SILENCE", 20.0)
+    monkeypatch.setattr(flare_server, "SILENCE", 20.0)
     busy = [0]
     send = network.send
 
@@ -526,7 +520,7 @@ def test_a_kit_reads_nothing_out(
         monkeypatch.delenv("SECURE_FVI_PASSPHRASE")
         for name in ("SECURE_FVI_HOME", "SECURE_FVI_KEY_FILE"):
             monkeypatch.setenv(name, found[name])
-        assert flare.home_of_environment().identity().public_key == home.identity().public_key
+        assert flare_server.home_of_environment().identity().public_key == home.identity().public_key
     assert key_file is not None
     assert not key_file.exists()
 
@@ -572,11 +566,11 @@ def test_a_job_for_another_engine_is_not_launched(world: World, tmp_path: Path) 
 def test_homes_come_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     monkeypatch.delenv("SECURE_FVI_HOME", raising=False)
     with pytest.raises(InputError, match="names no SECURE_FVI_HOME"):
-        flare.home_of_environment()
+        flare_server.home_of_environment()
     for name, value in flare_kits.environment(world.homes["hub"]).items():
         monkeypatch.setenv(name, value)
-    assert isinstance(flare.home_of_environment(), Home)
-    assert flare.home_of_environment().id == "hub"
+    assert isinstance(flare_server.home_of_environment(), Home)
+    assert flare_server.home_of_environment().id == "hub"
 
 
 # ---- a site's door ----
