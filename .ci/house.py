@@ -24,7 +24,7 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parents[1]
-#: What reads a job's offer and runs its part at one silo, and what the job names (`secure_fvi.runs.options`): its
+#: What reads a job's offer and runs its part at one silo, and what the job names (`secure_fvi.runs.config`): its
 #: algorithm and its sums; its model is a function in Python, which has no maker here, and its data are arrays, which no
 #: reader of tables reads. What runs in the fence (`secure_fvi.deployment.fenced`) is a process of its own. What is
 #: loaded when it is used (`secure_fvi.later`) is not in it: `tests/test_exported.py` holds silos to using none of that.

@@ -8,6 +8,9 @@
 Spend before release: a crash may over-count and never under-counts. Several processes may use one file; each write is
 one transaction that reads the rows of the others first. Everything in a ledger is public within the federation (terms,
 counts, times, digests of messages that left); the signing key is not, and is not in it. docs/ledger.md.
+
+The ledger that enforces and the verifier that checks read rows through `Chain`, so they cannot disagree on what a row
+means. Reading checks form, links and counts; whether budgets held is the question of `ledger_account.verify`.
 """
 
 from __future__ import annotations
@@ -16,17 +19,21 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError
 from secure_fvi.key_files import create_key, key_path, load_key
 from secure_fvi.privacy.accounting import admitted, job_curve, refusal
-from secure_fvi.privacy.chain_file import Book, Writer
-from secure_fvi.privacy.ledger_state import Chain, JobRecord
+from secure_fvi.privacy.chain import ChainReader, Row, check_keys
+from secure_fvi.privacy.chain_file import Book, ChainFile, Writer, follow_rows
 from secure_fvi.privacy.ledger_terms import (
     BUDGET,
     CLOSE,
     JOB,
+    LEDGER,
     RELEASE,
     Budget,
     Job,
@@ -34,6 +41,125 @@ from secure_fvi.privacy.ledger_terms import (
     check_name,
     warn_of_large_delta,
 )
+
+
+class BudgetRecord(NamedTuple):
+    """A budget as its row set it. seq: of the row, which alone orders rows: many may have the same time."""
+
+    seq: int
+    time: int  # microseconds since 1970, UTC
+    budget: Budget
+
+
+@dataclass
+class JobRecord:
+    """A charged job: what it declared, under which budget, what it released. Times: microseconds since 1970, UTC."""
+
+    job: Job
+    budget: Budget
+    seq: int
+    opened: int
+    released: dict[str, int] = field(default_factory=dict)  # by phase; reserved blocks count whole
+    last: dict[str, int] = field(default_factory=dict)  # the largest index by phase
+    # Of the releases by phase and index, where a row names one.
+    digests: dict[tuple[str, int], bytes | None] = field(default_factory=dict, repr=False)
+    outcome: str | None = None
+    closed: int | None = None
+
+
+class Chain(ChainReader):
+    """One silo's ledger up to its row `length`. Public within the federation."""
+
+    def __init__(self, silo: str) -> None:
+        super().__init__(LEDGER, silo)
+        self.budgets: dict[str, list[BudgetRecord]] = {}  # by data set, the last in force
+        self.jobs: dict[str, JobRecord] = {}
+
+    def budget(self, data_set: str) -> Budget | None:
+        """The budget in force."""
+        history = self.budgets.get(data_set)
+        return history[-1].budget if history else None
+
+    def charged(self, data_set: str) -> list[JobRecord]:
+        """The jobs charged to `data_set`, in order."""
+        return [r for r in self.jobs.values() if r.job.data_set == data_set]
+
+    def apply(self, row: Row, fields: dict[str, Any]) -> None:
+        if row.kind == BUDGET:
+            self._budget(row, Budget.from_body(fields))
+        elif row.kind == JOB:
+            self._job(row, Job.from_body(fields))
+        elif row.kind == RELEASE:
+            self._release(fields)
+        elif row.kind == CLOSE:
+            check_keys(fields, "job", "outcome")
+            record = self._record(fields)
+            record.outcome, record.closed = str(fields["outcome"]), row.time
+        else:
+            raise InputError(f"its kind '{row.kind}' is unknown to this version; a newer one may have written it")
+
+    def _budget(self, row: Row, budget: Budget) -> None:
+        before = self.budget(budget.data_set)
+        if before is not None and before.unit != budget.unit:
+            raise ProtocolError(f"it changes the unit of data set '{budget.data_set}'")
+        self.budgets.setdefault(budget.data_set, []).append(BudgetRecord(row.seq, row.time, budget))
+
+    def _job(self, row: Row, job: Job) -> None:
+        budget = self.budget(job.data_set)
+        if budget is None or budget.unit != job.unit:
+            raise ProtocolError(f"job '{job.job}' has no budget of its unit")
+        if job.job in self.jobs:
+            raise ProtocolError(f"job '{job.job}' is charged twice")
+        self.jobs[job.job] = JobRecord(job, budget, row.seq, row.time)
+
+    def _release(self, fields: dict[str, Any]) -> None:
+        check_keys(fields, "job", "phase", "index", "digest", "count")
+        record = self._record(fields)
+        phase, index, digest, count = (fields[name] for name in ("phase", "index", "digest", "count"))
+        declared = record.job.term(phase).count
+        if type(index) is not int or index < 0 or type(count) is not int or count < 1:
+            raise ProtocolError("a release has an index of at least 0 and a count of at least 1")
+        if digest is not None and type(digest) is not bytes:
+            raise ProtocolError("a digest is bytes")
+        if index <= record.last.get(phase, -1):
+            raise ProtocolError(f"index {index} of '{phase}' is not above the one before")
+        if record.released.get(phase, 0) + count > declared:
+            raise ProtocolError(f"job '{record.job.job}' released '{phase}' more often than the {declared} declared")
+        record.released[phase] = record.released.get(phase, 0) + count
+        record.last[phase] = index
+        record.digests[phase, index] = digest
+
+    def _record(self, fields: dict[str, Any]) -> JobRecord:
+        name = fields["job"]
+        record = self.jobs.get(name) if isinstance(name, str) else None
+        if record is None:
+            raise ProtocolError("it speaks of a job that was not charged")
+        return record
+
+
+def read_chain(file: ChainFile, silo: str) -> Chain:
+    """The ledger of `silo`, checked by links and the newest signature; of length 0 where there is none."""
+    chain = Chain(silo)
+    follow_rows(file, chain)
+    return chain
+
+
+def read_ledger(path: str | os.PathLike[str], silo: str | None = None) -> dict[str, Chain]:
+    """The chains in the file, or that of `silo`, by silo id; links and newest signatures are checked.
+
+    Raises InputError where there is none, ProtocolError for one that was tampered with.
+    """
+    file = ChainFile(Path(path), LEDGER, read_only=True)
+    try:
+        chains = {s: read_chain(file, s) for s in (file.silos() if silo is None else [silo])}
+    finally:
+        file.close()
+    if not chains or any(not c.length for c in chains.values()):
+        raise InputError(f"'{path}' holds no ledger" + (f" of silo '{silo}'" if silo is not None else ""))
+    return chains
+
+
+# ---- Budgets enforced ----
 
 __all__ = ["Budget", "Job", "Ledger", "OpenJob", "Term"]
 

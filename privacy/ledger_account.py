@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import Row
 from secure_fvi.privacy.chain_file import ChainFile, shown_by, verify_chain
-from secure_fvi.privacy.ledger_state import BudgetRecord, Chain, JobRecord, read_chain
+from secure_fvi.privacy.ledger import BudgetRecord, Chain, JobRecord
 from secure_fvi.privacy.ledger_terms import JOB, LEDGER, Budget
 from secure_fvi.privacy.witness import check_receipt
 
@@ -43,21 +43,6 @@ class Entry(NamedTuple):
     time: int
     kind: str
     fields: dict[str, Any]
-
-
-def read_ledger(path: str | os.PathLike[str], silo: str | None = None) -> dict[str, Chain]:
-    """The chains in the file, or that of `silo`, by silo id; links and newest signatures are checked.
-
-    Raises InputError where there is none, ProtocolError for one that was tampered with.
-    """
-    file = ChainFile(Path(path), LEDGER, read_only=True)
-    try:
-        chains = {s: read_chain(file, s) for s in (file.silos() if silo is None else [silo])}
-    finally:
-        file.close()
-    if not chains or any(not c.length for c in chains.values()):
-        raise InputError(f"'{path}' holds no ledger" + (f" of silo '{silo}'" if silo is not None else ""))
-    return chains
 
 
 def account(chain: Chain, data_set: str) -> Account:

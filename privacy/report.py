@@ -22,8 +22,8 @@ import numpy as np
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.accounting import ORDERS, Single, best_guess, epsilon, epsilon_of_rdp, grouped, job_curve
 from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, to_dict
-from secure_fvi.privacy.ledger_account import Account, account, read_ledger
-from secure_fvi.privacy.ledger_state import JobRecord
+from secure_fvi.privacy.ledger import JobRecord, read_ledger
+from secure_fvi.privacy.ledger_account import Account, account
 from secure_fvi.privacy.ledger_terms import Budget, Job
 from secure_fvi.privacy.terms import REPLACE
 

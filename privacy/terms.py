@@ -19,7 +19,7 @@ from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled,
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 
 if TYPE_CHECKING:
-    from secure_fvi.privacy.noise import NoiseSource
+    from secure_fvi.privacy.gate import NoiseSource
 
 #: Records of one silo in one batch up to which a sum is never cut; a larger one is cut coordinate by coordinate.
 _CAPACITY = 2.0**20

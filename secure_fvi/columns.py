@@ -37,7 +37,7 @@ from secure_fvi.algorithms.vertical.vertical import (
     VerticalProblem,
     VerticalView,
 )
-from secure_fvi.building import check_common, derived_secret, device_named, numbers_of
+from secure_fvi.building import check_common, derived_secret, device_named, numbers_of, silo_secret, strong_enough
 from secure_fvi.column_silo import (
     MOMENT_DRAWS,
     MOMENT_SEED,
@@ -55,10 +55,8 @@ from secure_fvi.driving import Options, Parties, Run, books_of, build_guards, go
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
 from secure_fvi.files import write_atomically
-from secure_fvi.guarding import silo_secret, strong_enough
 from secure_fvi.options import check
-from secure_fvi.privacy.gate import Gate
-from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.gate import Gate, NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.results import (
     ELSEWHERE,

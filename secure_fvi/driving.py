@@ -18,16 +18,15 @@ import torch
 from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.algorithms.base import Step
+from secure_fvi.building import Guards, declared_job
 from secure_fvi.checkpoints import Begun, Checkpoints, FolderCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import BudgetError, InputError
-from secure_fvi.guarding import Guards, declared_job
 from secure_fvi.key_files import key_path, load_key
 from secure_fvi.options import Count, NotNegative, Says, check, checked
-from secure_fvi.privacy.gate import Charge, Gate
+from secure_fvi.privacy.gate import Charge, Gate, NoiseSource
 from secure_fvi.privacy.ledger import Ledger
-from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.terms import Terms
 from secure_fvi.privacy.witness import Witness
 from secure_fvi.server import Server

@@ -25,7 +25,17 @@ from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.natural import NoStart
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.building import Machine, build_problem, check_common, derived_secret, numbers_of, work_of
+from secure_fvi.building import (
+    Machine,
+    build_problem,
+    check_common,
+    derived_secret,
+    numbers_of,
+    silo_secret,
+    strong_enough,
+    warn_of_large_delta,
+    work_of,
+)
 from secure_fvi.checkpoints import Begun, options_of, text_of
 from secure_fvi.columns import Columns, VerticalResult, column_parties, column_result
 from secure_fvi.compiled import choose_threads
@@ -57,9 +67,8 @@ from secure_fvi.federated_model import (
     read_data,
     rounded,
 )
-from secure_fvi.guarding import silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.options import Says, checked
-from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.gate import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.progress import RunProgress
 from secure_fvi.results import Result, assessed, counting, number_or_none, refined_draws, summarise

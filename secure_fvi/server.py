@@ -17,7 +17,7 @@ from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
 from secure_fvi.algorithms.base import CLIP, ITERATION, Broadcast, ServerProgram, Step
 from secure_fvi.errors import AggregationError
 from secure_fvi.messages import ROUND, SUM, encode_broadcast, question_digest
-from secure_fvi.privacy.noise import NoiseSource, curated
+from secure_fvi.privacy.gate import NoiseSource, curated
 
 T = TypeVar("T")
 

@@ -12,12 +12,12 @@ from programs import make_intercepts
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.building import strong_enough
 from secure_fvi.cli.policy import disclosure_json, disclosure_lines
 from secure_fvi.deployment.policy import Allowed
 from secure_fvi.disclosure import DISCLOSURES, Declaration, Disclosure, Sums, check_carried, disclose
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.fitting import build_parties
-from secure_fvi.guarding import strong_enough
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.runs.config import Engine

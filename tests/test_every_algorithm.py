@@ -29,7 +29,7 @@ from secure_fvi.driving import Run
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND
-from secure_fvi.runs.options import ALGORITHMS
+from secure_fvi.runs.config import ALGORITHMS
 
 ROUNDS, KEY = 3, b"k" * 32
 RECORD = sf.RecordDP(noise_multiplier=2.0, clipping_norm=1.0, noise="silo", retries=0)

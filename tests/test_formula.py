@@ -39,8 +39,8 @@ from secure_fvi.formula import FAMILIES, Design, columns_of, few_records, parse
 from secure_fvi.mixed_model import Counts, MixedModel, _softplus, glmm, marginal, user_draws
 from secure_fvi.results import replicates
 from secure_fvi.runs import wording
+from secure_fvi.runs.config import build
 from secure_fvi.runs.config import parse as parse_config
-from secure_fvi.runs.options import build
 from secure_fvi.runs.records import FormulaOptions, formula_model, formula_part, schema_beforehand, silo_part
 from secure_fvi.tables import code_columns, read_coded
 

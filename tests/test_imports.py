@@ -91,7 +91,7 @@ def test_a_silos_job_loads_what_it_names() -> None:
         import sys
         from secure_fvi.deployment import site_job
         from secure_fvi.runs.config import parse
-        from secure_fvi.runs.options import MODELS, chosen, named
+        from secure_fvi.runs.config import MODELS, chosen, named
         silos = [{"id": name, "data": f"{name}.csv"} for name in "abc"]
         named_by = {"model": {"function": "model.py:model"}, "algorithm": {"name": "sfvi"}}
         chosen(parse({**named_by, "aggregation": {"kind": "masked"}, "silo": silos}, "test"))

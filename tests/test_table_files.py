@@ -25,7 +25,7 @@ from secure_fvi import tables
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import _ragged, cohort_digest, data_columns
-from secure_fvi.runs.options import TABLES
+from secure_fvi.runs.config import TABLES
 from secure_fvi.tables import check_table, code_columns, opened, read_coded, with_gaps
 
 DICTIONARY = Dictionary(

@@ -44,8 +44,7 @@ from secure_fvi.algorithms.base import (
     Verdict,
     fixed_length,
 )
-from secure_fvi.algorithms.by_record import evaluated
-from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
+from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two, evaluated
 from secure_fvi.algorithms.natural import Prior
 from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.structured import (

@@ -212,10 +212,9 @@ def make(
     **sums: Any,
 ) -> None:
     """Write a roster of the sites whose REQUESTS are given. It counts once all of them have signed it."""
-    from secure_fvi.deployment.consortium import Sums, parse_roster, write_roster
+    from secure_fvi.deployment.consortium import Sums, parse_roster, read_succession, write_roster
     from secure_fvi.deployment.keeping import check_changes, read_request
     from secure_fvi.deployment.names import now, read_bytes, write_bytes
-    from secure_fvi.deployment.rotation import read_succession
     from secure_fvi.errors import InputError
 
     if out.exists():
@@ -249,9 +248,8 @@ def make(
 @click.argument("file", type=FILE)
 def show(file: Path) -> None:
     """Show the roster in FILE, its code, its hash for policies, and who has signed it."""
-    from secure_fvi.deployment.consortium import parse_roster
+    from secure_fvi.deployment.consortium import parse_roster, signature_folder
     from secure_fvi.deployment.names import read_bytes
-    from secure_fvi.deployment.signatures import signature_folder
 
     found = parse_roster(read_bytes(file, "the roster"), f"'{file}'")
     _show(found)

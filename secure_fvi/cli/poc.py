@@ -329,9 +329,8 @@ def _job(
     """The job as the hub writes it. Raises InputError and DataError for tables that a formula does not fit, by site."""
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.runs import wording
-    from secure_fvi.runs.config import override, parse
+    from secure_fvi.runs.config import chosen, override, parse
     from secure_fvi.runs.federation import check_files_differ
-    from secure_fvi.runs.options import chosen
 
     table: dict[str, Any] = {
         "model": dict(model),
@@ -361,7 +360,7 @@ def _job(
 def _settled(config: Config) -> dict[str, Any]:
     """The options of a formula, with the most rows of a record and groups of a silo that its tables come to; under
     privacy nothing is looked up, and what lacks is refused."""
-    from secure_fvi.runs.options import chosen
+    from secure_fvi.runs.config import chosen
     from secure_fvi.runs.records import formula_model, formula_rows
 
     model, options = formula_model(config.model), config.model.options

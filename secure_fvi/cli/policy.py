@@ -294,7 +294,7 @@ def _fits(decision: Decision, home: Home) -> str:
     from secure_fvi.deployment.names import printable
     from secure_fvi.deployment.site_job import check_left_out
     from secure_fvi.privacy.settings import exact_totals
-    from secure_fvi.runs.options import chosen
+    from secure_fvi.runs.config import chosen
     from secure_fvi.runs.records import formula_model, formula_part
 
     site = home.id

@@ -84,11 +84,10 @@ def verify(page: Path, home: Path | None, roster: Path | None, logs: tuple[Path,
     At a site it says as well whether the report has this site's own log and policy right.
     """
     from secure_fvi.cli.keys import open_home
-    from secure_fvi.deployment.consortium import parse_roster
+    from secure_fvi.deployment.consortium import check_signatures, parse_roster, signature_folder
     from secure_fvi.deployment.deciding import stated_policy
     from secure_fvi.deployment.evidence import check_log, check_report, signed_under
     from secure_fvi.deployment.names import printable, read_bytes
-    from secure_fvi.deployment.signatures import check_signatures, signature_folder
     from secure_fvi.errors import InputError, ProtocolError
 
     site = open_home(home) if home is not None and roster is None else None

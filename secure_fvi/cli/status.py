@@ -150,10 +150,14 @@ def verify(
     Rows that were cut off at the end are found by receipts only: those of other members, or those in another's log.
     Whose log it is, and whose the one that it is compared with, is checked where a roster says so.
     """
-    from secure_fvi.deployment.consortium import parse_roster
+    from secure_fvi.deployment.consortium import (
+        check_signatures,
+        keys_of,
+        parse_roster,
+        read_succession,
+        signature_folder,
+    )
     from secure_fvi.deployment.names import printable, read_bytes
-    from secure_fvi.deployment.rotation import keys_of, read_succession
-    from secure_fvi.deployment.signatures import check_signatures, signature_folder
     from secure_fvi.deployment.trail_verify import check_key, compare
     from secure_fvi.deployment.trail_verify import verify as check
     from secure_fvi.errors import ProtocolError

@@ -48,7 +48,7 @@ from secure_fvi.algorithms.vertical.predictors import check_predictor_at_silo
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
 from secure_fvi.alignment import MatchingSilo, Normalisation, Prepared, prepare, sorted_order
-from secure_fvi.building import derived_secret, device_named, numbers_of
+from secure_fvi.building import Guards, derived_secret, device_named, numbers_of
 from secure_fvi.column_silo import (
     VerticalLocalPosterior,
     check_whole,
@@ -81,12 +81,10 @@ from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import write_atomically
-from secure_fvi.guarding import Guards
 from secure_fvi.privacy.chain import signed
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.runs.columns import response_columns, row_ids, silo_columns
-from secure_fvi.runs.config import Alignment, Config, Model
-from secure_fvi.runs.options import LIKELIHOODS, build, named
+from secure_fvi.runs.config import LIKELIHOODS, Alignment, Config, Model, build, named
 from secure_fvi.runs.records import read_table
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
 from secure_fvi.alignment import Matcher, MatchingSilo, sorted_order
-from secure_fvi.building import Machine, device_named
+from secure_fvi.building import Guards, Machine, declared_job, device_named, warn_of_large_delta
 from secure_fvi.column_silo import check_whole, response_of
 from secure_fvi.columns import RESPONSE_HOLDER, VerticalResult, column_result
 from secure_fvi.compiled import choose_mode
@@ -59,14 +59,11 @@ from secure_fvi.driving import Run
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import write_atomically
-from secure_fvi.guarding import Guards, declared_job, warn_of_large_delta
-from secure_fvi.privacy.gate import Gate
-from secure_fvi.privacy.ledger_account import read_ledger
-from secure_fvi.privacy.noise import KeptNoise
+from secure_fvi.privacy.gate import Gate, KeptNoise
+from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.settings import DP
 from secure_fvi.runs.columns import response_columns
-from secure_fvi.runs.config import Config
-from secure_fvi.runs.options import chosen
+from secure_fvi.runs.config import Config, chosen
 
 _log = logging.getLogger(__name__)
 _NOISE = "response.noise"

@@ -9,6 +9,9 @@ the hash of the one before. Public.
 
 It is all that a site trusts: TLS takes the certificates in it and no others, and a key is replaced or taken back by
 the next roster.
+
+A new identity of a member that is known already is announced by the one that the others trust (`keeping.succeed`):
+"My identity is from now on ..." is signed by the old identity and by the new, and enters the next roster.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, Self
 
 import msgpack
 from cryptography import x509
@@ -28,10 +32,11 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.prg import digest
-from secure_fvi.aggregation.roster import Roster
+from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.deployment.certificates import from_text, key_hash, named_by, pem_of, pinned_name, read_certificate
 from secure_fvi.deployment.names import (
     Hex32,
+    Hex64,
     Id,
     Role,
     Table,
@@ -40,9 +45,11 @@ from secure_fvi.deployment.names import (
     parse_table,
     parse_time,
     printable,
+    read_bytes,
     reading_code,
 )
 from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
 
 LABEL_ROSTER = b"secure-fvi/roster-file/1/"
@@ -290,3 +297,141 @@ def parse_roster(content: bytes, source: str) -> ConsortiumRoster:
 def _canonical(file: _File) -> bytes:
     table = file.model_dump(mode="json")
     return wording.dumps(table).encode()
+
+
+# ---- Signatures of all members ----
+
+
+class Signature(NamedTuple):
+    """A detached signature: whose, over which roster (its hash)."""
+
+    member: str
+    roster: bytes
+    signature: bytes
+
+
+class _SignatureFile(Table):
+    format: Literal[1]
+    member: Id
+    roster: Hex32
+    signature: Hex64
+
+
+def sign_roster(roster: ConsortiumRoster, name: str, identity: Identity) -> bytes:
+    """Member `name`'s signature file. Raises InputError unless the roster names this identity."""
+    if roster.member(name).identity_key != identity.public_key:
+        raise InputError(f"the roster names another identity for '{name}' than the one here")
+    signature = identity.sign(LABEL_ROSTER + roster.hash)
+    table = {"format": 1, "member": name, "roster": roster.hash.hex(), "signature": signature.hex()}
+    return wording.dumps(table).encode()
+
+
+def read_signature(content: bytes, source: str) -> Signature:
+    """Raises InputError where there is none."""
+    file = parse_table(content, _SignatureFile, source)
+    return Signature(file.member, bytes.fromhex(file.roster), bytes.fromhex(file.signature))
+
+
+def check_signature(roster: ConsortiumRoster, signature: Signature) -> None:
+    """Raises ProtocolError, which says why, unless `signature` is a member's over this roster."""
+    whose = f"the signature of '{signature.member}'"
+    if signature.member not in roster.members:
+        raise ProtocolError(f"{whose} is on the roster, but no member of that name is in it: unknown signer")
+    if signature.roster != roster.hash:
+        raise ProtocolError(
+            f"{whose} is over roster {signature.roster.hex()[:16]}..., this one is {roster.hash.hex()[:16]}...: "
+            "the roster was altered, or the signature is of another version"
+        )
+    statement = LABEL_ROSTER + roster.hash
+    if not signed(roster.members[signature.member].identity_key, b"", statement, signature.signature):
+        raise ProtocolError(f"{whose} is not by the identity that the roster names")
+
+
+def load_roster(path: Path, now: datetime.datetime) -> ConsortiumRoster:
+    """The roster in `path`, signed by all of its members (`NAME.sig/` beside it), and in force.
+
+    Raises InputError for files that are none, ProtocolError, which names the reason, for all else.
+    """
+    roster = parse_roster(read_bytes(path, "the roster"), f"'{path}'")
+    check_signatures(roster, signature_folder(path))
+    roster.check_time(now)
+    return roster
+
+
+def check_signatures(roster: ConsortiumRoster, folder: Path) -> None:
+    """Raises ProtocolError unless `folder` holds the signature of every member, and of nobody else."""
+    seen = set()
+    for path in sorted(folder.glob("*.sig")):
+        signature = read_signature(read_bytes(path, "the signature"), f"'{path}'")
+        check_signature(roster, signature)
+        seen.add(signature.member)
+    missing = [name for name in roster.members if name not in seen]
+    if missing:
+        raise ProtocolError(
+            f"roster {roster.serial} is not signed by {', '.join(missing)}: signature missing in '{folder}'"
+        )
+
+
+def signature_folder(roster: Path) -> Path:
+    """Where the signatures of the roster file lie."""
+    return roster.with_suffix(".sig")
+
+
+# ---- A new identity for a member ----
+
+LABEL_SUCCESSION = b"secure-fvi/identity-succession/1/"
+
+
+class Succession(NamedTuple):
+    """An identity's word for the one that follows it, and that one's own."""
+
+    member: str
+    before: bytes
+    after: bytes
+    made: datetime.datetime
+    signature: bytes
+    signature_after: bytes
+
+
+class _SuccessionFile(Table):
+    format: Literal[1]
+    kind: Literal["identity-succession"]
+    member: Id
+    before: Hex32
+    after: Hex32
+    made: Time
+    signature: Hex64
+    signature_after: Hex64
+
+
+def read_succession(content: bytes, source: str) -> Succession:
+    """Raises InputError where there is none, ProtocolError unless both identities signed it."""
+    f = parse_table(content, _SuccessionFile, source)
+    found = Succession(
+        f.member,
+        bytes.fromhex(f.before),
+        bytes.fromhex(f.after),
+        parse_time(f.made),
+        bytes.fromhex(f.signature),
+        bytes.fromhex(f.signature_after),
+    )
+    statement = digest_of(f.member, found.before + found.after, f.made)
+    for key, signature in ((found.before, found.signature), (found.after, found.signature_after)):
+        if not signed(key, LABEL_SUCCESSION, statement, signature):
+            raise ProtocolError(f"{source}: the succession of '{f.member}' is not signed by both identities")
+    return found
+
+
+def keys_of(member: Member, known: Iterable[Succession]) -> tuple[bytes, ...]:
+    """The public keys under which a member may keep records: that of its identity, then those before it, as successions
+    that are `known` say."""
+    keys, announced = [member.identity_key], list(known)
+    while True:
+        before = next((s.before for s in announced if s.member == member.id and s.after == keys[-1]), None)
+        if before is None or before in keys:
+            return tuple(keys)
+        keys.append(before)
+
+
+def digest_of(member: str, key: bytes, made: str) -> bytes:
+    return hashlib.sha256(msgpack.packb([member, key, made])).digest()

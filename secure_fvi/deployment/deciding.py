@@ -19,10 +19,9 @@ from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import MATCHED, JobEntry, Trail
 from secure_fvi.dictionary import read_dictionary
 from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError, SessionLost
-from secure_fvi.privacy.ledger_account import read_ledger
+from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.settings import exact_totals
-from secure_fvi.runs.config import Config
-from secure_fvi.runs.options import chosen
+from secure_fvi.runs.config import Config, chosen
 from secure_fvi.runs.records import formula_columns
 from secure_fvi.silo import UNANSWERABLE
 

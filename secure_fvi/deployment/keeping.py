@@ -15,11 +15,21 @@ from pydantic import ValidationError
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.certificates import as_text, pem_of
-from secure_fvi.deployment.consortium import ConsortiumRoster, Member, parse_roster
+from secure_fvi.deployment.consortium import (
+    LABEL_SUCCESSION,
+    ConsortiumRoster,
+    Member,
+    Succession,
+    check_signature,
+    digest_of,
+    parse_roster,
+    read_signature,
+    read_succession,
+    sign_roster,
+    signature_folder,
+)
 from secure_fvi.deployment.home import Home, make_tls
 from secure_fvi.deployment.names import Hex32, Hex64, Id, Role, Table, format_time, parse_table, read_bytes, write_bytes
-from secure_fvi.deployment.rotation import LABEL_SUCCESSION, Succession, digest_of, read_succession
-from secure_fvi.deployment.signatures import check_signature, read_signature, sign_roster, signature_folder
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.key_files import create_key, load_key
 from secure_fvi.privacy.chain import signed

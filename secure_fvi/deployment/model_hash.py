@@ -145,7 +145,7 @@ def _module_of(program: str) -> str:
 
 def _settings(config: Config) -> dict[str, Any]:
     """Roles of sites, and the bounds that what leaves is held to, defaults written out."""
-    from secure_fvi.runs.options import ALGORITHMS, PRIVACIES, build, named, resolved
+    from secure_fvi.runs.config import ALGORITHMS, PRIVACIES, build, named, resolved
 
     settings: dict[str, Any] = {}
     if config.model.record_plate is not None:

@@ -26,8 +26,7 @@ from secure_fvi.disclosure import DISCLOSURES, Disclosure, disclose
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import Terms
-from secure_fvi.runs.config import Config
-from secure_fvi.runs.options import chosen
+from secure_fvi.runs.config import Config, chosen
 from secure_fvi.runs.records import formula_model, job_dictionary
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.messages import M
 from secure_fvi.aggregation.parties import PlainServer, server_half
 from secure_fvi.algorithms.base import Problem, ServerProgram
-from secure_fvi.building import Machine, build_problem
+from secure_fvi.building import Guards, Machine, build_problem, strong_enough
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment import session_messages as talk
@@ -45,18 +45,16 @@ from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, Schema, check_schemas_agree
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import result_of
-from secure_fvi.guarding import Guards, strong_enough
 from secure_fvi.messages import SUM
 from secure_fvi.mixed_model import MixedModel
-from secure_fvi.privacy.ledger_account import read_ledger
+from secure_fvi.privacy.gate import NoiseSource
+from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.ledger_terms import LEDGER
-from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.results import Result
-from secure_fvi.runs.config import Config, Engine
+from secure_fvi.runs.config import Config, Engine, chosen
 from secure_fvi.runs.directory import EVIDENCE, SIGNATURE, RunDirectory, read_json
 from secure_fvi.runs.federation import FederationBase, written_out
 from secure_fvi.runs.marginals import standing
-from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import settled
 from secure_fvi.server import Server
 from secure_fvi.wire import agreed

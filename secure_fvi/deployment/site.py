@@ -44,8 +44,7 @@ from secure_fvi.errors import (
 from secure_fvi.files import make_private, write_atomically
 from secure_fvi.key_files import TlsFiles
 from secure_fvi.messages import SUM
-from secure_fvi.runs.config import title
-from secure_fvi.runs.options import chosen
+from secure_fvi.runs.config import chosen, title
 from secure_fvi.silo import UNANSWERABLE
 from secure_fvi.wire import MAX_MESSAGE_BYTES, PROTOCOLS, agreed
 

@@ -34,7 +34,17 @@ from secure_fvi.aggregation.base import SecureSum, SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
 from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior, SiloView
-from secure_fvi.building import Machine, build_problem, derived_secret, work_of
+from secure_fvi.building import (
+    Guards,
+    Machine,
+    build_problem,
+    declared_job,
+    derived_secret,
+    silo_secret,
+    strong_enough,
+    warn_of_large_delta,
+    work_of,
+)
 from secure_fvi.compiled import choose_threads
 from secure_fvi.deployment.countersigning import open_ledger
 from secure_fvi.deployment.deciding import Decision
@@ -62,13 +72,10 @@ from secure_fvi.draws import LocalPosterior
 from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
 from secure_fvi.federated_model import Records, Schema, check_repeats, cohort_digest, read_data
 from secure_fvi.files import make_private, sync_folder, write_atomically
-from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.messages import ROUND, decode_broadcast
-from secure_fvi.privacy.gate import Charge, Gate
-from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.gate import Charge, Gate, NoiseSource
 from secure_fvi.privacy.settings import RecordDP, exact_totals
-from secure_fvi.runs.config import Config, title
-from secure_fvi.runs.options import chosen
+from secure_fvi.runs.config import Config, chosen, title
 from secure_fvi.runs.records import formula_part, schema_beforehand, silo_part
 from secure_fvi.silo import UNANSWERABLE, Limits, Silo, silo_view
 

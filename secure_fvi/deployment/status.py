@@ -25,7 +25,8 @@ from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.trail import TRAIL, JobRecord, TrailChain
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
-from secure_fvi.privacy.ledger_account import account, read_ledger
+from secure_fvi.privacy.ledger import read_ledger
+from secure_fvi.privacy.ledger_account import account
 
 _SOON = datetime.timedelta(days=30)
 

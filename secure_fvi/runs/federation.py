@@ -34,9 +34,8 @@ from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result
 from secure_fvi.runs.columns import response_columns, row_ids, silo_columns
-from secure_fvi.runs.config import Config, SiloFile
+from secure_fvi.runs.config import LIKELIHOODS, Config, SiloFile, build, chosen, named, resolved
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.options import LIKELIHOODS, build, chosen, named, resolved
 from secure_fvi.runs.records import (
     Parts,
     _by_record,

@@ -29,8 +29,20 @@ from secure_fvi.dictionary import RECORD_ID, TABLE, Column, Dictionary, Missing,
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema, read_data, side_by_side
 from secure_fvi.models.base import Dataset, program
-from secure_fvi.runs.config import Config, Model, Partition, SiloFile
-from secure_fvi.runs.options import COLUMNS, MODELS, OBJECTS, OTHERS, TABLES, build, named, resolved
+from secure_fvi.runs.config import (
+    COLUMNS,
+    MODELS,
+    OBJECTS,
+    OTHERS,
+    TABLES,
+    Config,
+    Model,
+    Partition,
+    SiloFile,
+    build,
+    named,
+    resolved,
+)
 from secure_fvi.runs.wording import nearest, unknown_key
 
 if TYPE_CHECKING:

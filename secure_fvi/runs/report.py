@@ -20,10 +20,9 @@ from secure_fvi.disclosure import disclose
 from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
-from secure_fvi.runs.config import Config, title
+from secure_fvi.runs.config import Config, chosen, title
 from secure_fvi.runs.directory import COMPARED, EVIDENCE, REPORT, SIGNATURE, TABLE, RunDirectory, read_json
 from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
-from secure_fvi.runs.options import chosen
 from secure_fvi.summary import counts_noise, shown
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")

@@ -18,7 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from secure_fvi.algorithms.stopping import R_HAT_BELOW
 from secure_fvi.errors import InputError, SecureFVIError
-from secure_fvi.privacy.ledger_account import account, read_ledger
+from secure_fvi.privacy.ledger import read_ledger
+from secure_fvi.privacy.ledger_account import account
 from secure_fvi.runs.config import title
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.marginals import reason, standing

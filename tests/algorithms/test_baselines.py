@@ -17,7 +17,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.errors import InputError, SecureFVIError
-from secure_fvi.runs.options import ALGORITHMS, build, named, resolved
+from secure_fvi.runs.config import ALGORITHMS, build, named, resolved
 
 EXACT: dict[str, Any] = {"local_optimizer": "closed_form", "family": "full"}
 SIZES = (7, 30, 12)

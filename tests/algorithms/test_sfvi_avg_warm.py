@@ -20,7 +20,7 @@ from secure_fvi.privacy.accounting import epsilon
 from secure_fvi.privacy.events import Composed
 from secure_fvi.privacy.ledger import Ledger
 from secure_fvi.randomness import KeyedDraws
-from secure_fvi.runs.options import build, resolved
+from secure_fvi.runs.config import build, resolved
 
 # Runs of fixed length that are too short to have converged warn.
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")

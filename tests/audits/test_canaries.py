@@ -37,7 +37,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.models import six_cities
 from secure_fvi.models.tabular import MODEL
 from secure_fvi.privacy import gate as gate_module
-from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.gate import NoiseSource
 from secure_fvi.privacy.settings import DP
 
 DELTA = 1e-5

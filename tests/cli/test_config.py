@@ -112,7 +112,7 @@ def test_arrays_in_three_formats_agree(tmp_path: Path) -> None:
 
 def test_what_configurations_name_is_there() -> None:
     """By "module:name", which no type checker reads: each is loaded where it is used alone."""
-    from secure_fvi.runs import options
+    from secure_fvi.runs import config as options
 
     tables = [value for value in vars(options).values() if isinstance(value, dict)]
     names = {name for table in tables for name in table.values() if isinstance(name, str) and ":" in name}

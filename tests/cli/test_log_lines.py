@@ -17,7 +17,7 @@ from secure_fvi.cli import cli
 from secure_fvi.cli.serving import start_log
 from secure_fvi.deployment.trail import TrailChain
 from secure_fvi.privacy.chain_file import Writer
-from secure_fvi.privacy.ledger_state import Chain
+from secure_fvi.privacy.ledger import Chain
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from secure_fvi.aggregation.parties import local_parties, server_half
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
-from secure_fvi.building import build_problem
+from secure_fvi.building import build_problem, strong_enough
 from secure_fvi.deployment import countersigning, job, session_messages
 from secure_fvi.deployment.holding import DurableSilo
 from secure_fvi.deployment.model_hash import manifest
@@ -43,11 +43,10 @@ from secure_fvi.disclosure import disclose
 from secure_fvi.engines import letters, stream_messages
 from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.federated_model import Schema
-from secure_fvi.guarding import strong_enough
 from secure_fvi.messages import decode_broadcast, encode_broadcast
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import Row
-from secure_fvi.runs.options import chosen
+from secure_fvi.runs.config import chosen
 from secure_fvi.runs.records import model_of
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo

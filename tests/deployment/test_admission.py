@@ -17,7 +17,7 @@ from deployment_world import DAY, NOW, World, handshake
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.certificates import as_text, key_hash, make_certificate, pem_of, pinned_name
-from secure_fvi.deployment.consortium import Sums, parse_roster, write_roster
+from secure_fvi.deployment.consortium import Sums, parse_roster, read_succession, write_roster
 from secure_fvi.deployment.countersigning import records_keys
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import (
@@ -32,7 +32,6 @@ from secure_fvi.deployment.keeping import (
     sign,
 )
 from secure_fvi.deployment.names import format_time
-from secure_fvi.deployment.rotation import read_succession
 from secure_fvi.deployment.site_job import job_folder
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.files import make_private

@@ -90,12 +90,10 @@ from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.models.vertical_poisson import SCALE, Areas, simulate
 from secure_fvi.models.vertical_programs import Data, make_data
-from secure_fvi.privacy.gate import Gate
+from secure_fvi.privacy.gate import Gate, KeptNoise, NoiseSource
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
-from secure_fvi.privacy.noise import KeptNoise, NoiseSource
-from secure_fvi.runs.config import Alignment, Config, Model, parse
+from secure_fvi.runs.config import Alignment, Config, Model, chosen, parse
 from secure_fvi.runs.directory import read_json
-from secure_fvi.runs.options import chosen
 from secure_fvi_lab.bench.world import HUB, Parties, allow, posterior
 from secure_fvi_lab.experiments.vertical_poisson import sample
 from secure_fvi_lab.references import sample_nuts

@@ -28,15 +28,13 @@ from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms import natural
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.algorithms.local_fit import LocalFitOptions
-from secure_fvi.building import Machine, build_problem
+from secure_fvi.building import Guards, Machine, build_problem
 from secure_fvi.deployment import serving, site, site_job
 from secure_fvi.disclosure import disclose
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.federated_model import check_schemas_agree, read_data
-from secure_fvi.guarding import Guards
-from secure_fvi.privacy.noise import NoiseSource
-from secure_fvi.runs.config import Config, parse
-from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, PRIVACIES, chosen, named
+from secure_fvi.privacy.gate import NoiseSource
+from secure_fvi.runs.config import AGGREGATIONS, ALGORITHMS, PRIVACIES, Config, chosen, named, parse
 from secure_fvi.silo import silo_view
 
 SILOS = ("east", "north", "south", "west")

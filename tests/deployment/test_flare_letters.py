@@ -26,7 +26,7 @@ import pytest
 from consortium_run import SILOS, Job
 from deployment_world import DAY, NOW, World, new_world
 
-from secure_fvi.deployment import fence, signatures
+from secure_fvi.deployment import consortium, fence
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.engines import flare, flare_kits, flare_server
@@ -179,8 +179,8 @@ def test_letters_rest_on_a_roster_that_was_checked_once(world: World, monkeypatc
     """Each letter read and checked it, every member's signature with it, and the site's own keys. It is checked again
     where a file of it has changed, which the control below does: a roster accepted since, a signature that is gone."""
     hub, east, checks = world.homes["hub"], world.homes["east"], list[str]()
-    check_signatures = signatures.check_signatures
-    monkeypatch.setattr(signatures, "check_signatures", lambda r, f: (checks.append(f.parent.parent.name),
+    check_signatures = consortium.check_signatures
+    monkeypatch.setattr(consortium, "check_signatures", lambda r, f: (checks.append(f.parent.parent.name),
                                                                       check_signatures(r, f)))  # fmt: skip
 
     def letters(count: int) -> int:

@@ -54,7 +54,7 @@ from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.messages import ROUND
-from secure_fvi.privacy.ledger_account import read_ledger
+from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.runs.config import Aggregation
 
 SUM_OF_VALUES = sum(VALUES.values())

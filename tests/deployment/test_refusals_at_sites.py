@@ -28,14 +28,15 @@ from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import SqliteStore
+from secure_fvi.building import Guards
 from secure_fvi.deployment import (
+    consortium,
     countersigning,
     deciding,
     fence,
     fenced,
     model_hash,
     session_messages,
-    signatures,
     site_job,
 )
 from secure_fvi.deployment import site as site_of
@@ -78,7 +79,6 @@ from secure_fvi.errors import (
     SessionLost,
 )
 from secure_fvi.federated_model import Schema
-from secure_fvi.guarding import Guards
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row
 from secure_fvi.privacy.ledger_terms import LEDGER, Budget
@@ -185,8 +185,8 @@ def test_a_roster_in_force_has_this_sites_own_keys_right(world: World) -> None:
     path.write_bytes(forged.content)
     for name, other in world.homes.items():
         signer = key if name == "north" else other.identity()
-        (signatures.signature_folder(path) / f"{name}.sig").write_bytes(
-            _bytes(signatures.sign_roster(forged, name, signer))
+        (consortium.signature_folder(path) / f"{name}.sig").write_bytes(
+            _bytes(consortium.sign_roster(forged, name, signer))
         )
     home._accept(serial=1, roster=forged.hash.hex())
     with raises(ProtocolError, "the roster names another identity for 'north'"):
@@ -200,7 +200,7 @@ def _bytes(value: bytes | str) -> bytes:
 def test_a_signed_roster_past_its_time_is_not_loaded(world: World) -> None:
     path = world.homes["north"].roster_file(1)
     with raises(ProtocolError, "expired at"):
-        signatures.load_roster(path, NOW + 4000 * DAY)
+        consortium.load_roster(path, NOW + 4000 * DAY)
 
 
 # The roster
@@ -505,7 +505,7 @@ def test_rosters_are_signed_and_accepted_in_their_time_and_order(world: World, t
     with raises(ProtocolError, "expired"):
         sign(home, roster.expires + DAY)
     # A signature of another member, with a byte changed on its way.
-    given = signatures.signature_folder(home.newest_roster_file()) / "east.sig"
+    given = consortium.signature_folder(home.newest_roster_file()) / "east.sig"
     row = given.read_text()
     at = row.index("signature = ") + 20
     (tmp_path / "east.sig").write_text(row[:at] + ("0" if row[at] != "0" else "1") + row[at + 1 :])

@@ -13,11 +13,18 @@ from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.certificates import as_text, make_certificate
-from secure_fvi.deployment.consortium import Sums, parse_roster, session_id, write_roster
+from secure_fvi.deployment.consortium import (
+    Sums,
+    load_roster,
+    parse_roster,
+    session_id,
+    sign_roster,
+    signature_folder,
+    write_roster,
+)
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import accept, install, sign
 from secure_fvi.deployment.names import format_time, reading_code, same_code
-from secure_fvi.deployment.signatures import load_roster, sign_roster, signature_folder
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.runs import wording
 

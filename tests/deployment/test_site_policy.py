@@ -16,6 +16,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.roster import Identity
+from secure_fvi.building import declared_job
 from secure_fvi.deployment import deciding
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry, logged_policy
@@ -27,16 +28,14 @@ from secure_fvi.deployment.policy_check import check, check_terms, unjudged
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
-from secure_fvi.guarding import declared_job
 from secure_fvi.privacy.events import Gaussian
+from secure_fvi.privacy.gate import NoiseSource
 from secure_fvi.privacy.ledger_terms import Budget, Job, Term
-from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.report import read_report
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import Algorithm, Config, parse
-from secure_fvi.runs.options import ALGORITHMS, build, named
+from secure_fvi.runs.config import ALGORITHMS, Algorithm, Config, build, named, parse
 
 MODEL = """
 import pyro

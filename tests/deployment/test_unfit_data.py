@@ -29,7 +29,7 @@ from secure_fvi.deployment.site_job import Local, SiteJob
 from secure_fvi.errors import DataError, PolicyError
 from secure_fvi.models.base import program
 from secure_fvi.privacy import gate
-from secure_fvi.privacy.ledger_account import read_ledger
+from secure_fvi.privacy.ledger import read_ledger
 
 DICTIONARY = 'format = 1\n[columns.smoke]\nkind = "boolean"\nlevels = ["no", "yes"]\n' + "".join(
     f'[columns."wheeze[{k}]"]\nkind = "boolean"\n' for k in range(4)

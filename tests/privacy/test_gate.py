@@ -23,8 +23,7 @@ from secure_fvi.aggregation.ring import Ring
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.events import PoissonSampled, Skellam
-from secure_fvi.privacy.gate import Gate, RecordRelease
-from secure_fvi.privacy.noise import SYSTEM_SOURCE, NoiseSource, curated
+from secure_fvi.privacy.gate import SYSTEM_SOURCE, Gate, NoiseSource, RecordRelease, curated
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
 
@@ -435,7 +434,7 @@ def test_the_last_bits_of_noise_tell_nothing(monkeypatch: pytest.MonkeyPatch, at
     step = 2.0 ** (np.floor(np.log2(terms.noise_multiplier)) - 20)
     values = release(there, 0) / step
     assert np.array_equal(values, np.rint(values))
-    monkeypatch.setattr("secure_fvi.privacy.noise._GRID_BITS", -200)
+    monkeypatch.setattr("secure_fvi.privacy.gate._GRID_BITS", -200)
     without, with_it = counts()
     assert max(without) < 3
     assert sum(number >= 3 for number in with_it) >= 16

@@ -19,8 +19,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.fitting import build_parties
-from secure_fvi.privacy.gate import Gate, RecordRelease
-from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.gate import Gate, NoiseSource, RecordRelease
 from secure_fvi.silo import Past
 
 pytestmark = pytest.mark.slow  # both tests need hundreds of runs

@@ -17,8 +17,8 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError, SecureFVIError, SecureFVIWarning
 from secure_fvi.key_files import key_path
 from secure_fvi.privacy.events import Gaussian
-from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term
-from secure_fvi.privacy.ledger_account import account, entries, read_ledger, verify
+from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term, read_ledger
+from secure_fvi.privacy.ledger_account import account, entries, verify
 
 
 def test_a_job_is_charged_whole_and_nothing_comes_back(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from secure_fvi import fitting
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
+from secure_fvi.privacy.gate import NoiseSource
 from secure_fvi.privacy.ledger import Budget, Ledger
 from secure_fvi.privacy.ledger_account import verify
-from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.report import read_report
 
 KEY = b"test"

@@ -24,9 +24,8 @@ from secure_fvi.privacy.chain import GENESIS, RECEIPT, ChainKind, ChainReader, R
 from secure_fvi.privacy.chain_file import verify_chain
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam, from_dict
 from secure_fvi.privacy.gate import Gate
-from secure_fvi.privacy.ledger import Budget, Job, Ledger
+from secure_fvi.privacy.ledger import Budget, Chain, Job, Ledger
 from secure_fvi.privacy.ledger_account import verify
-from secure_fvi.privacy.ledger_state import Chain
 from secure_fvi.privacy.plan import gaussian_job as event_of
 from secure_fvi.privacy.plan import solve_rate, solve_rounds
 from secure_fvi.privacy.settings import RecordDP, SiloDP

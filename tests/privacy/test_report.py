@@ -17,8 +17,8 @@ from secure_fvi.cli import cli
 from secure_fvi.errors import InputError
 from secure_fvi.privacy import accounting
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam
-from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
-from secure_fvi.privacy.ledger_account import account, read_ledger
+from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term, read_ledger
+from secure_fvi.privacy.ledger_account import account
 from secure_fvi.privacy.report import Report, job_event, read_report
 from secure_fvi.privacy.report_html import report_html, report_text
 from secure_fvi.privacy.terms import ADD_OR_REMOVE, REPLACE

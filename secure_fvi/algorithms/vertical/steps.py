@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.by_record import evaluated
-from secure_fvi.algorithms.kit import Rows
+from secure_fvi.algorithms.kit import Rows, evaluated
 from secure_fvi.algorithms.structured import local_units, mean_units
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor, each_alone, log_normal
