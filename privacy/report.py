@@ -1,25 +1,31 @@
-"""The privacy-budget report of one data set of one silo, as data: what was charged, what it adds up to, what is left.
+"""The privacy-budget report of one data set of one silo: what was charged, what it adds up to, what is left.
 
 Read from a ledger without any key. Everything in it is public within the federation: declarations, counts and times.
-`report_html` has its pages.
+As data, as text, and as one HTML file: plots inside, nothing fetched.
 """
 
 from __future__ import annotations
 
-import json
+import base64
 import math
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
+import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from secure_fvi.errors import InputError
+from secure_fvi.plots import svg
 from secure_fvi.privacy.accounting import ORDERS, Single, best_guess, epsilon, epsilon_of_rdp, grouped, job_curve
 from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, to_dict
 from secure_fvi.privacy.ledger import JobRecord, read_ledger
@@ -46,11 +52,9 @@ class JobReport:
     noise: str | None
     declared_public: list[str] | None
     rng: str | None
-    audit_lower_bound: float | None
     description: dict[str, Any]
     series: list[tuple[int, float]]
     epsilon_so_far: float  # of this job and all before it, by RDP at the budget's delta
-    audit: dict[str, Any] | None = None  # the claim that was audited, the method, what more an assumption would prove
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,6 @@ def _job(record: JobRecord, so_far: float) -> JobReport:
     whole = job_event(job)
     accountant = "pld" if all(_is_gaussian(single) for single in grouped(whole)) else "rdp"
     public = about.get("public")
-    audit = about.get("audit_lower_bound")
     return JobReport(
         job=job.job,
         algorithm=_text(about.get("algorithm")),
@@ -172,7 +175,6 @@ def _job(record: JobRecord, so_far: float) -> JobReport:
         noise=_text(about.get("noise")),
         declared_public=[str(p) for p in public] if isinstance(public, list | tuple) else None,
         rng=_text(about.get("rng")),
-        audit_lower_bound=float(audit) if isinstance(audit, int | float) and not isinstance(audit, bool) else None,
         description=about,
         series=_series(job),
         epsilon_so_far=so_far,
@@ -362,107 +364,146 @@ def not_covered(unit: str, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-# ---- What audits proved, beside what the jobs of a report claim ----
-#
-# An audit runs a configuration again and ends in audit.json; its rows of empirical epsilon name the unit, the delta,
-# the placement of the noise and the claim that they were held against. They are put beside the jobs that claim the
-# same.
+# ---- As a page, and as text ----
 
-#: The score of the rows that are read.
-_SCORE = "epsilon (lower bound)"
-#: Relative difference up to which an audited claim counts as the job's own: accountants differ by less.
-_SAME_CLAIM = 0.1
-
-
-class AuditBound(NamedTuple):
-    """One valid row: with the audit's confidence epsilon is at least `epsilon`, if `assumption` holds."""
-
-    epsilon: float
-    claim: float
-    unit: str
-    delta: float
-    noise: str
-    method: str
-    assumption: str
-    algorithm: str
-    clipping_norm: float
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+_MUTED, _GRID, _RUN, _LIMIT = "#6b7280", "#e5e7eb", "#2563eb", "#b45309"
+_STYLE = {
+    "font.size": 9,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "legend.frameon": False,
+}
+_MOST_LINES = 12
 
 
-def read_audit(path: Path) -> list[AuditBound]:
-    """The valid rows of empirical epsilon in an audit.json. Raises InputError if there are none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"cannot read the audit in '{path}': {error}") from None
-    rows = content.get("rows") if isinstance(content, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"'{path}' is no audit: it should hold a list 'rows', as secure-fvi audit writes it")
-    found = [_bound(row, path) for row in rows if row.get("score") == _SCORE and row.get("valid") is True]
-    if not found:
-        raise InputError(f"'{path}' has no valid row of empirical epsilon: run secure-fvi audit --attack epsilon")
-    return found
-
-
-def with_audit(report: Report, bounds: list[AuditBound]) -> Report:
-    """The report with each job's lower bound where the audit was of such a job.
-
-    Raises InputError where no job has the unit, the delta, the placement of the noise and, within a tenth, the claim.
-    """
-    jobs, broken = [], []
-    for job in report.jobs:
-        own = [bound for bound in bounds if _is_of(bound, job, report.unit)]
-        jobs.append(replace(job, **_fields(own)) if own else job)
-        if any(bound.epsilon > bound.claim for bound in own):
-            broken.append(f"'{job.job}'")
-    if jobs == report.jobs:
-        audited = sorted(
-            {
-                f"{b.algorithm}, {b.unit}, noise {b.noise}, clipping norm {b.clipping_norm:g}, epsilon {b.claim:.3g}, "
-                f"delta {b.delta:.2g}"
-                for b in bounds
-            }
-        )
-        raise InputError(f"no job in this ledger claims what was audited ({'; '.join(audited)})")
-    not_covered = list(report.not_covered)
-    if broken:
-        not_covered.insert(0, f"THE CLAIM ITSELF of {', '.join(broken)}: an audit proves a larger epsilon.")
-    return replace(report, jobs=jobs, not_covered=not_covered)
-
-
-def _is_of(bound: AuditBound, job: JobReport, unit: str) -> bool:
-    return (
-        bound.unit == unit
-        and bound.noise == job.noise
-        and abs(bound.delta - job.delta) <= 1e-9 * job.delta
-        and abs(bound.claim - job.epsilon) <= _SAME_CLAIM * job.epsilon
-        and (bound.algorithm, bound.clipping_norm) == (job.algorithm, job.description.get("clipping_norm"))
+def report_html(report: Report) -> str:
+    """The page; names from the ledger are escaped."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["declared"] = declared
+    environment.filters["number"] = lambda value: f"{value:.4g}"
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        report=report,
+        over_jobs=_picture(over_jobs(report)) if report.jobs else None,
+        over_rounds=_picture(over_rounds(report)) if report.jobs else None,
     )
 
 
-def _fields(bounds: list[AuditBound]) -> dict[str, Any]:
-    """The best bound that assumes nothing, and the better ones that assume something."""
-    free = [b for b in bounds if b.assumption == "none"]
-    best = max(free, key=lambda b: b.epsilon, default=None)
-    least = best.epsilon if best is not None else 0.0
-    more = max((b for b in bounds if b.epsilon > least and b not in free), key=lambda b: b.epsilon, default=None)
-    return {
-        "audit_lower_bound": least,
-        "audit": {
-            "claim": bounds[0].claim,
-            "method": None if best is None else best.method,
-            "if": None if more is None else {"assumption": more.assumption, "epsilon": more.epsilon},
-        },
-    }
+def over_jobs(report: Report) -> Figure:
+    """Epsilon spent after each job, below the budget as it was."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+        axis = figure.subplots()
+        spent = [0.0, *(j.epsilon_so_far for j in report.jobs)]
+        axis.step(range(len(spent)), spent, where="post", color=_RUN, lw=1.8)
+        axis.scatter(range(1, len(spent)), spent[1:], color=_RUN, s=18, zorder=3)
+        axis.axhline(report.budget["epsilon"], color=_LIMIT, lw=1.2, ls="--")
+        axis.annotate("budget", (0, report.budget["epsilon"]), color=_LIMIT, xytext=(2, 3), textcoords="offset points")
+        axis.set(xlabel="jobs charged", ylabel=f"epsilon at delta {report.delta:.2g}")
+        axis.set_ylim(0, 1.12 * max(report.budget["epsilon"], *spent))
+        axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+    return figure
 
 
-def _bound(row: Mapping[str, Any], path: Path) -> AuditBound:
-    detail = row.get("detail")
-    values = {"epsilon": row.get("low"), **(detail if isinstance(detail, dict) else {})}
-    for name in ("epsilon", "claim", "delta", "clipping_norm"):
-        value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise InputError(f"'{path}': in the row '{row.get('attack')}' {name} must be a number, not {value!r}")
-    for name in ("unit", "noise", "method", "assumption", "algorithm"):
-        if not isinstance(values.get(name), str):
-            raise InputError(f"'{path}': in the row '{row.get('attack')}' {name} must be a text")
-    return AuditBound(*(values[name] for name in AuditBound._fields))
+def over_rounds(report: Report) -> Figure:
+    """Epsilon over the rounds of each of the newest jobs by RDP; a dot for the job's own accountant."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+        axis = figure.subplots()
+        shown = report.jobs[-_MOST_LINES:]
+        for number, job in enumerate(shown):
+            color = mpl.colormaps["viridis"](0.85 * number / max(1, len(shown) - 1))
+            axis.plot(*zip(*job.series, strict=True), color=color, lw=1.6, label=job.job[:24].replace("$", r"\$"))
+            axis.scatter([job.series[-1][0]], [job.epsilon], color=color, s=22, zorder=3)
+        axis.set(xlabel="releases", ylabel="epsilon at the job's delta", ylim=(0, None))
+        axis.grid(axis="y", color=_GRID, lw=0.6)
+        if len(shown) > 1:
+            figure.legend(loc="outside right upper", fontsize=8)
+    return figure
+
+
+def _picture(figure: Figure) -> Markup:
+    return Markup("data:image/svg+xml;base64," + base64.b64encode(svg(figure).encode()).decode())
+
+
+# ---- The budget report for a terminal ----
+
+_WIDTH = 100
+
+
+def report_text(report: Report) -> str:
+    """The report in plain text, ending in a newline. What a ledger says moves no cursor and makes no line of its own:
+    it may be another's."""
+    budget = report.budget
+    share = report.epsilon / budget["epsilon"]
+    lines = [
+        f"Privacy budget of data set '{report.data_set}', silo '{report.silo}', as of {report.made}",
+        "",
+        f"  spent      epsilon {report.epsilon:.4g} of {budget['epsilon']:.4g} ({share:.0%}), delta {report.delta:.2g}",
+        f"  remaining  epsilon {report.remaining:.4g}, as one more release with Gaussian noise",
+        f"  protects   {'a record' if report.unit == 'record' else 'a whole silo'}",
+        *(f"  budget set {b['set']}: epsilon {b['epsilon']:.4g}, delta {b['delta']:.2g}" for b in budget["history"]),
+        f"  jobs       {len(report.jobs)}",
+        f"  accountant {report.accountant}, {report.accountant_version}",
+        f"  ledger     {report.ledger_length} rows, head {report.ledger_head}",
+        "",
+        *_wrapped(report.adjacency),
+        *_wrapped(
+            f"At the whole budget, someone who gives even odds to a {report.unit} being in the data, and guesses "
+            f"whether it is from all that was released, is right at most {report.best_guess:.0%} of the time."
+        ),
+        "",
+        *_table(report.jobs),
+        *_wrapped(report.composition),
+        "",
+        "Not covered:",
+        *(line for item in report.not_covered for line in _wrapped(item, "  - ", "    ")),
+    ]
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines) + "\n"
+
+
+def _table(jobs: list[JobReport]) -> list[str]:
+    if not jobs:
+        return ["No job was charged.", ""]
+    width = max(3, *(len(j.job) for j in jobs))
+    lines = [f"{'job':{width}}  {'opened':20}  {'epsilon':>9}  {'by':4}  {'in total':>9}  released / declared, noise"]
+    for j in jobs:
+        counts = ", ".join(f"{t['phase']} {t['released']}/{t['count']}" for t in j.terms)
+        about = [counts, f"{j.noise} noise" if j.noise else "noise placement undeclared"]
+        lines.append(
+            f"{j.job:{width}}  {j.opened[:19]:20}  {j.epsilon:9.4g}  {j.accountant:4}  {j.epsilon_so_far:9.4g}  "
+            + "; ".join(about)
+        )
+        lines += _wrapped(declared(j), "    ", "    ")
+    return [*lines, ""]
+
+
+#: What a job's row in the ledger may declare, in the order of the report.
+_DECLARED = {
+    "clipping_norm": "clipping norm",
+    "clipping": "clipping",
+    "noise_multiplier": "noise multiplier",
+    "sampling_rate": "sampling rate",
+    "silos_counted_on": "silos whose noise is counted on",
+    "colluders": "colluders",
+    "dropouts": "dropouts",
+}
+
+
+def declared(job: JobReport) -> str:
+    """What `job` said of itself when it was let in, and how it ended."""
+    about = [job.algorithm or "algorithm not declared", job.outcome or "open", f"its own delta {job.delta:.2g}"]
+    for key, words in _DECLARED.items():
+        value = job.description.get(key)
+        if value is not None:
+            about.append(f"{words} {value:.4g}" if isinstance(value, float) else f"{words} {value}")
+    return "; ".join([*about, f"random numbers: {job.rng or 'source not declared'}"])
+
+
+def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=rest)

@@ -19,8 +19,7 @@ from secure_fvi.audits.report import write as write_audit
 from secure_fvi.cli import main
 from secure_fvi.privacy.events import Gaussian, PoissonSampled
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
-from secure_fvi.privacy.report import read_report
-from secure_fvi.privacy.report_html import report_html
+from secure_fvi.privacy.report import read_report, report_html
 from secure_fvi.runs.report import write_report
 from secure_fvi.runs.watching import Watch
 

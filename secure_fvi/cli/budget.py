@@ -138,24 +138,18 @@ def plan(dimension: int, records: int | None, form: str, **asked: Any) -> None:
 @click.option("--silo", help="Whose chain, where LEDGER holds several.")
 @click.option("--data-set", help="Which data set, where the silo has several.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "html"]), default="text", show_default=True)
-@click.option("--audit", type=click.Path(path_type=Path), help="audit.json: its bounds on epsilon beside the claims.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write to this file.")
 def report(
     ledger: Path,
     silo: str | None,
     data_set: str | None,
     form: str,
-    audit: Path | None,
     out: Path | None,
 ) -> None:
     """Say what was spent of a data set's budget in LEDGER, what is left, and what that does not cover."""
     from secure_fvi.privacy.report import read_report
 
     report = read_report(ledger, silo, data_set)
-    if audit is not None:
-        from secure_fvi.privacy.report import read_audit, with_audit
-
-        report = with_audit(report, read_audit(audit))
     text = _render(report, form)
     if out is None:
         # What a ledger says may be another's, and a page is not made for terminals.
@@ -352,12 +346,8 @@ def _text(found: Plan, asked: Asked, spread: dict[str, Any]) -> str:
 
 
 def _render(report: Report, form: str) -> str:
+    from secure_fvi.privacy.report import report_html, report_text
+
     if form == "json":
         return json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
-    if form == "html":
-        from secure_fvi.privacy.report_html import report_html
-
-        return report_html(report)
-    from secure_fvi.privacy.report_html import report_text
-
-    return report_text(report)
+    return report_html(report) if form == "html" else report_text(report)

@@ -19,8 +19,7 @@ from secure_fvi.privacy import accounting
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term, read_ledger
 from secure_fvi.privacy.ledger_account import account
-from secure_fvi.privacy.report import Report, job_event, read_report
-from secure_fvi.privacy.report_html import report_html, report_text
+from secure_fvi.privacy.report import Report, job_event, read_report, report_html, report_text
 from secure_fvi.privacy.terms import ADD_OR_REMOVE, REPLACE
 
 SAMPLED = PoissonSampled(0.02, Gaussian(2.0))
@@ -86,7 +85,6 @@ def test_the_contract_of_the_json(report: Report) -> None:
         data
     )
     assert data["jobs"][0]["declared_public"] == []
-    assert data["jobs"][0]["audit_lower_bound"] is None
 
 
 def test_equal_events_of_a_job_are_counted_together() -> None:
@@ -170,7 +168,6 @@ def test_text(report: Report) -> None:
         "adults",
         "hospital-a",
         report.ledger_head,
-        "not audited",
         "gradient 7/300",
         "Not covered:",
         "pld",
