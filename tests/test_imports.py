@@ -85,22 +85,23 @@ def test_nothing_private_of_opacus_is_used() -> None:
     assert private.search("from opacus.optimizers.optimizer import _mark_as_processed"), "the control"
 
 
-def test_a_silos_job_loads_what_it_names() -> None:
+def test_a_sites_process_loads_what_its_job_names() -> None:
     """SFVI, masked sums and a function, named in its configuration; the control: a formula's maker loads formulas."""
     code = """if True:
         import sys
-        from secure_fvi.deployment import site_job
-        from secure_fvi.runs.config import parse
-        from secure_fvi.runs.config import MODELS, chosen, named
+        from secure_fvi.deployment import site
+        from secure_fvi.runs.config import MODELS, chosen, named, parse
         silos = [{"id": name, "data": f"{name}.csv"} for name in "abc"]
         named_by = {"model": {"function": "model.py:model"}, "algorithm": {"name": "sfvi"}}
         chosen(parse({**named_by, "aggregation": {"kind": "masked"}, "silo": silos}, "test"))
-        others = "aggregation.masked_server aggregation.homomorphic algorithms.pvi engines formula results server "
+        others = "aggregation.masked_server aggregation.homomorphic aggregation.key_holder algorithms.pvi alignment "
+        others += "columns deployment.columns_server deployment.serving driving engines.local engines.stream_server "
+        others += "fitting formula mixed_model results server "
         others += "algorithms.final_server algorithms.refining_server algorithms.stopping discovery program_sites"
         there = lambda: print(*(name for name in others.split() if f"secure_fvi.{name}" in sys.modules))
         there(); named(MODELS, "model", "formula"); there()"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["", "formula"], done.stderr
+    assert done.stdout.splitlines() == ["", "formula mixed_model"], done.stderr
 
 
 @pytest.mark.parametrize("command", ["run JOB --out out", "server start JOB --home hub --out out", "audit JOB --list"])

@@ -29,7 +29,7 @@ from secure_fvi.algorithms import natural
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.algorithms.local_fit import LocalFitOptions
 from secure_fvi.building import Guards, Machine, build_problem
-from secure_fvi.deployment import serving, site, site_job
+from secure_fvi.deployment import holder_job, serving, site_job
 from secure_fvi.disclosure import disclose
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.federated_model import check_schemas_agree, read_data
@@ -205,7 +205,7 @@ class Doors:
     def holder(self, job: Mapping[str, Any], folder: Path) -> None:
         home = types.SimpleNamespace(id="escrow", state_folder=folder)
         offer = types.SimpleNamespace(job="a", silos=SILOS, config=_config(job))
-        site.HolderJob(home, types.SimpleNamespace(offer=offer), lambda: 0)  # type: ignore[arg-type]
+        holder_job.HolderJob(home, types.SimpleNamespace(offer=offer), lambda: 0)  # type: ignore[arg-type]
 
 
 @pytest.fixture

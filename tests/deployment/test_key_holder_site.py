@@ -35,6 +35,7 @@ from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import main
 from secure_fvi.deployment import holding
+from secure_fvi.deployment.holder_job import HolderJob
 from secure_fvi.deployment.job import sign_offer
 from secure_fvi.deployment.session_messages import (
     CODEC,
@@ -46,7 +47,7 @@ from secure_fvi.deployment.session_messages import (
     session_of,
     session_roster,
 )
-from secure_fvi.deployment.site import HolderJob, Site
+from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.status import Monitor
 from secure_fvi.deployment.trail_verify import compare, rows
 from secure_fvi.engines.remote import Line, Patience
