@@ -39,7 +39,8 @@ from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate, NoiseSource, RecordRelease, Release
 from secure_fvi.privacy.settings import DP
-from secure_fvi.privacy.terms import REPLACE, Terms, claim
+from secure_fvi.privacy.terms import REPLACE, Terms
+from secure_fvi.server import claim
 from secure_fvi.silo import Silo
 
 #: The attack's name on the command line, and its score in audit.json.

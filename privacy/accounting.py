@@ -1,26 +1,18 @@
-"""What events cost: Renyi DP curves that add up, and (epsilon, delta) by five accountants.
+"""What events cost, as Renyi DP curves that add up, and the filter by which a ledger admits jobs.
 
-Every number is for the adjacency of the unit, one record or silo added or removed.
-
-- `rdp`: Mironov 2017, curves by `discrete` and `amplification`, equal to dp-accounting's at whole orders; conversion by
-  Canonne, Kamath, Steinke 2020, Prop. 12. The only one whose cost may be added up over jobs chosen adaptively.
-- `pld`: privacy loss distributions with pessimistic rounding, in both directions; the tightest, used in reports.
-- `ledger`: the smallest budget whose filter admits the event as a data set's first job (`ledger_filter`), a little
-  above `rdp`. A job for epsilon takes its noise from this one: plan, run and ledger then name one number.
-- `prv`, `opacus-rdp`: Opacus' accountants, for comparison.
-
-Skellam noise has `rdp` and `ledger` only. GDP is not offered: it is no bound.
+Every number is for the adjacency of the unit, one record or silo added or removed. Curves: Mironov 2017, equal to
+dp-accounting's at whole orders; conversion by Canonne, Kamath, Steinke 2020, Prop. 12. What a silo relies on is here;
+`accountants` has other ways to an epsilon, for plans, results and reports.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +32,6 @@ from secure_fvi.privacy.ledger_terms import Budget, Job, Term
 FloatArray = NDArray[np.float64]
 Single = Gaussian | Skellam | PoissonSampled
 
-ACCOUNTANTS = ("rdp", "opacus-rdp", "prv", "pld", "ledger")
 
 # One grid for every curve, because a ledger adds curves of different mechanisms. Fractional orders matter at high
 # epsilon, hundreds and thousands below 0.5; the optimum is flat, so steps of 15% lose nothing.
@@ -56,8 +47,6 @@ _WHOLE = np.equal(_ORDERS, np.floor(_ORDERS))
 #: Nats at an order beyond which it has no bound. Such a cost protects nothing; as a number it would be carried into
 #: budgets, where it looks like privacy, and into grids and sums that it overflows.
 _MOST_NATS = 1e12
-#: Epsilon up to which losses are laid out on a grid.
-_MOST_ON_GRID = 1e8
 
 
 def rdp(event: Event) -> FloatArray:
@@ -86,51 +75,6 @@ def best_order(curve: FloatArray, delta: float) -> tuple[float, float]:
     return max(0.0, float(values[best])), ORDERS[best]
 
 
-def epsilon(event: Event, delta: float, accountant: str = "pld") -> float:
-    """An epsilon such that `event` is (epsilon, delta)-DP. Raises InputError where the accountant has no bound."""
-    check_delta(delta)
-    check_accountant(accountant)
-    if accountant == "rdp":
-        return epsilon_of_rdp(rdp(event), delta)
-    if accountant == "ledger":
-        return charge(event, delta)
-    sampled = _gaussians(event, accountant)
-    if not sampled:
-        return 0.0
-    whole = epsilon_of_rdp(rdp(event), delta)
-    if whole > _MOST_ON_GRID:
-        return whole  # a bound as well
-    if accountant == "pld":
-        return float(loss_distribution(sampled, whole).get_epsilon_for_delta(delta))
-
-    if accountant == "prv":
-        return prv_epsilon(sampled, delta, epsilon_of_rdp(rdp(event), delta / 8000))
-    return rdp_epsilon(sampled, delta)
-
-
-def delta(event: Event, epsilon: float, accountant: str = "pld") -> float:
-    """A delta such that `event` is (epsilon, delta)-DP; Opacus' accountants offer no bound in this direction."""
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise InputError(f"epsilon must be a finite number of at least 0, not {epsilon!r}")
-    check_accountant(accountant)
-    if accountant == "rdp":
-        return _delta_of_rdp(rdp(event), epsilon)
-    if accountant != "pld":
-        raise InputError(f"accountant '{accountant}' gives epsilon for a delta only; use pld or rdp")
-    sampled = _gaussians(event, accountant)
-    if not sampled:
-        return 0.0
-    if epsilon_of_rdp(rdp(event), 0.5) > _MOST_ON_GRID:
-        return _delta_of_rdp(rdp(event), epsilon)  # a bound as well
-    return float(loss_distribution(sampled, max(epsilon, 0.01)).get_delta_for_epsilon(epsilon))
-
-
-def best_guess(epsilon: float, delta: float) -> float:
-    """How often, at most, whoever sees all of an (epsilon, delta)-private release is right who guesses at even odds
-    whether a unit is in the data: errors of both kinds keep to the region of Kairouz, Oh, Viswanath 2015."""
-    return (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
-
-
 def grouped(event: Event) -> Counter[Single]:
     """How often each mechanism acts in `event`, compositions unpacked and equal mechanisms counted together."""
     if isinstance(event, Composed):
@@ -151,32 +95,8 @@ def check_delta(delta: object) -> None:
         raise InputError(f"delta must lie between 0 and 1, both excluded, not {delta!r}")
 
 
-def check_accountant(accountant: str) -> None:
-    if accountant not in ACCOUNTANTS:
-        raise InputError(f"unknown accountant '{accountant}'; known are {', '.join(ACCOUNTANTS)}")
-
-
 def _plain(single: Single) -> Single:
     return single.event if isinstance(single, PoissonSampled) and single.rate == 1 else single
-
-
-def _gaussians(event: Event, accountant: str) -> dict[tuple[float, float], int]:
-    """{(sampling rate, noise multiplier): count}; Gaussians on the full batch compose to one of rate 1."""
-    precision = 0.0
-    sampled: dict[tuple[float, float], int] = {}
-    for single, count in grouped(event).items():
-        if isinstance(single, Gaussian):
-            precision += count / single.noise_multiplier**2
-        elif isinstance(single, PoissonSampled) and isinstance(single.event, Gaussian):
-            sampled[single.rate, single.event.noise_multiplier] = count
-        else:
-            noise = single.event if isinstance(single, PoissonSampled) else single
-            raise InputError(
-                f"accountant '{accountant}' has no bound for {type(noise).__name__} noise on vectors; use rdp"
-            )
-    if precision:
-        sampled[1.0, 1 / math.sqrt(precision)] = 1
-    return sampled
 
 
 @lru_cache(maxsize=4096)
@@ -203,13 +123,6 @@ def _sampled_gaussian(rate: float, noise_multiplier: float) -> FloatArray:
     curve[_WHOLE] = poisson_amplified(lambda orders: orders / (2 * noise_multiplier**2), rate, _ORDERS[_WHOLE])
     curve[~_WHOLE] = sampled_gaussian(rate, noise_multiplier, _ORDERS[~_WHOLE])
     return fill_orders(curve, np.isfinite(curve), _ORDERS)
-
-
-def _delta_of_rdp(curve: FloatArray, epsilon: float) -> float:
-    with np.errstate(divide="ignore"):
-        by_kl = 0.5 * np.log(-np.expm1(-curve))
-    by_order = (_ORDERS - 1) * (curve - epsilon + np.log1p(-1 / _ORDERS)) - np.log(_ORDERS)
-    return min(1.0, float(np.exp(np.minimum(by_kl, by_order).min())))
 
 
 # ----
@@ -508,121 +421,29 @@ def skellam(event: Skellam, orders: FloatArray) -> FloatArray:
     return orders * squared / (2 * mu) + correction
 
 
-# ---- Privacy loss distributions of composed Gaussian mechanisms, by dp-accounting (Doroshenko et al. 2022) ----
-
-# Loss distributions live on a grid. A thousandth of the total loss would do for the answer; a fifth of one step's
-# loss is needed where many small steps add up. The range of the grid is limited to some millions of points.
-_FINEST, _COARSEST = 1e-7, 1e-4
-_POINTS = 2e6
-
-
-def loss_distribution(sampled: Mapping[tuple[float, float], int], scale: float) -> Any:
-    """The composed dp_accounting PrivacyLossDistribution of {(rate, noise multiplier): count}; its estimates are upper.
-
-    scale: roughly the epsilon of the whole, which sets the grid together with the loss of one step.
-    """
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
-    # The standard deviation of one step's privacy loss, to leading order in the rate.
-    step = min(rate * float(np.sqrt(np.expm1(min(noise**-2, 50.0)))) for rate, noise in sampled)
-    interval = float(np.clip(step / 5, _FINEST, _COARSEST))
-    interval = max(interval, scale / _POINTS)
-    total = None
-    for (rate, noise), count in sorted(sampled.items()):
-        one = pld.from_gaussian_mechanism(
-            noise, sampling_prob=rate, value_discretization_interval=interval, pessimistic_estimate=True
-        )
-        part = one.self_compose(count) if count > 1 else one
-        total = part if total is None else total.compose(part)
-    return total
-
-
-# ---- Opacus' own accountants, for comparison with ours ----
-#
-# Its PRV looks at the removal of a record only, and its grid grows without bound with epsilon: it hangs, or overflows
-# exp(709). Both are ruled out before it starts. What it returns is the upper end of its error interval.
-
-_MOST_GRID_POINTS = 2**23
-_LARGEST_LOSS = 300.0  # nats: exp(2 L) must stay finite
-_DELTA_ERROR = 1e-3  # as a share of delta
-
-Sampled = Mapping[tuple[float, float], int]
-
-
-def rdp_epsilon(sampled: Sampled, delta: float) -> float:
-    """Epsilon by Opacus' RDP over its default orders, for {(rate, noise multiplier): count}."""
-    from opacus.accountants import RDPAccountant
-
-    accountant = RDPAccountant()
-    accountant.history = [(noise, rate, count) for (rate, noise), count in sampled.items()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the best order is at the edge of its grid
-        return float(accountant.get_epsilon(delta))
-
-
-def prv_epsilon(sampled: Sampled, delta: float, largest_loss: float) -> float:
-    """Epsilon by Opacus' PRV accountant, its upper end.
-
-    largest_loss: epsilon by RDP at delta / 8000, the range that the grid must cover. Raises InputError where the
-    grid would not fit; pld has no such limit.
-    """
-    from opacus.accountants import PRVAccountant
-
-    steps = sum(sampled.values())
-    if largest_loss > _LARGEST_LOSS:
-        raise InputError(f"Opacus' PRV cannot represent privacy losses near {largest_loss:.0f}; use pld")
-    spread = math.sqrt(steps * math.log(12 / (_DELTA_ERROR * delta)) / 2)
-    error = max(min(0.01, 0.001 * largest_loss), 2 * (largest_loss + 3) * spread / _MOST_GRID_POINTS)
-    if error > 0.02 * largest_loss:
-        raise InputError(f"Opacus' PRV would need more than {_MOST_GRID_POINTS} grid points for {steps} steps; use pld")
-    accountant = PRVAccountant()
-    accountant.history = [(noise, rate, count) for (rate, noise), count in sampled.items()]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return max(0.0, float(accountant.get_epsilon(delta, eps_error=error, delta_error=_DELTA_ERROR * delta)))
-    except (RuntimeError, ValueError) as failure:
-        raise InputError(f"Opacus' PRV cannot account for this: {failure}; use pld") from failure
-
-
-# ---- The noise that an epsilon asks for: on the safe side, the accountant, asked again, gives at most the target ----
+# ---- The noise that an epsilon asks for: on the safe side, the cost, asked again, is at most the target ----
 
 _EXTREME = 2.0**40  # beyond it no noise multiplier and no count is a plan
 
 
-def check_target(epsilon: float, delta: float, accountant: str, tolerance: float) -> None:
+def check_target(epsilon: float, delta: float, tolerance: float) -> None:
     """Raises InputError for numbers out of range."""
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
         raise InputError(f"epsilon must be a positive finite number, not {epsilon!r}")
     check_delta(delta)
-    check_accountant(accountant)
     if not 0 < tolerance < 1:
         raise InputError(f"tolerance must lie between 0 and 1, not {tolerance!r}")
 
 
-def solve_noise(
-    make_event: Callable[[float], Event],
-    epsilon: float,
-    delta: float,
-    accountant: str = "pld",
-    tolerance: float = 1e-3,
-) -> float:
-    """The least noise, to a relative `tolerance`, at which make_event(noise) costs at most `epsilon` at `delta`.
+def solve_noise(make_event: Callable[[float], Event], epsilon: float, delta: float, tolerance: float = 1e-3) -> float:
+    """The least noise, to a relative `tolerance`, at which a budget of `epsilon` at `delta` admits make_event(noise).
 
     make_event: from a noise multiplier to the whole job, never costlier with more noise. Raises InputError if no
     amount of noise is enough (sensitivities that grow with the noise, a job that pays for something else as well).
     """
-    check_target(epsilon, delta, accountant, tolerance)
-
-    start = 1.0
-    if accountant not in ("rdp", "ledger"):
-        # Renyi DP is fast and close, and the tighter accountants are slow where epsilon is far off.
-        start = last_within(_cost(make_event, delta, "rdp"), 1.0, epsilon, +1, 0.02)
-    return last_within(_cost(make_event, delta, accountant), start, epsilon, +1, tolerance)
-
-
-def _cost(make_event: Callable[[float], Event], delta: float, accountant: str) -> Callable[[float], float]:
-    return lru_cache(maxsize=None)(lambda noise: epsilon(make_event(noise), delta, accountant))
+    check_target(epsilon, delta, tolerance)
+    cost = lru_cache(maxsize=None)(lambda noise: charge(make_event(noise), delta))
+    return last_within(cost, 1.0, epsilon, +1, tolerance)
 
 
 def last_within(cost: Callable[[float], float], start: float, target: float, better: int, tolerance: float) -> float:

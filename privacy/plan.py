@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.accounting import best_guess, check_target, last_within, solve_noise
-from secure_fvi.privacy.accounting import epsilon as epsilon_of
+from secure_fvi.privacy import accounting
+from secure_fvi.privacy.accountants import best_guess, check_accountant
+from secure_fvi.privacy.accountants import epsilon as epsilon_of
+from secure_fvi.privacy.accounting import check_target, last_within
 from secure_fvi.privacy.events import Event, Gaussian, PoissonSampled, Repeated
 
 #: From a noise multiplier, a sampling rate and a number of rounds to the whole job.
@@ -26,6 +28,28 @@ def gaussian_job(noise_multiplier: float, sampling_rate: float, rounds: int) -> 
     return Repeated(PoissonSampled(sampling_rate, Gaussian(noise_multiplier)), rounds)
 
 
+def solve_noise(
+    make_event: Callable[[float], Event],
+    epsilon: float,
+    delta: float,
+    accountant: str = "pld",
+    tolerance: float = 1e-3,
+) -> float:
+    """As `accounting.solve_noise`, by any accountant."""
+    check_accountant(accountant)
+    if accountant == "ledger":
+        return accounting.solve_noise(make_event, epsilon, delta, tolerance)
+    check_target(epsilon, delta, tolerance)
+
+    def cost(by: str) -> Callable[[float], float]:
+        return lru_cache(maxsize=None)(lambda noise: epsilon_of(make_event(noise), delta, by))
+
+    start = 1.0
+    if accountant != "rdp":  # Renyi DP is fast and close, and the tighter accountants are slow where epsilon is far off
+        start = last_within(cost("rdp"), 1.0, epsilon, +1, 0.02)
+    return last_within(cost(accountant), start, epsilon, +1, tolerance)
+
+
 def solve_rate(
     make_event: Callable[[float], Event],
     epsilon: float,
@@ -34,7 +58,8 @@ def solve_rate(
     tolerance: float = 1e-3,
 ) -> float:
     """The largest sampling rate, to a relative `tolerance` and at most 1, at which make_event(rate) fits."""
-    check_target(epsilon, delta, accountant, tolerance)
+    check_accountant(accountant)
+    check_target(epsilon, delta, tolerance)
 
     def cost(by: str) -> Callable[[float], float]:
         return lru_cache(maxsize=None)(lambda rate: epsilon_of(make_event(min(rate, 1.0)), delta, by))
@@ -52,7 +77,8 @@ def solve_rate(
 
 def solve_rounds(make_event: Callable[[int], Event], epsilon: float, delta: float, accountant: str = "pld") -> int:
     """The largest number of rounds at which make_event(rounds) fits; above 1,000, to one part in 1,000."""
-    check_target(epsilon, delta, accountant, 1e-3)
+    check_accountant(accountant)
+    check_target(epsilon, delta, 1e-3)
 
     def cost(by: str) -> Callable[[float], float]:
         whole = lru_cache(maxsize=None)(lambda rounds: epsilon_of(make_event(rounds), delta, by))
@@ -90,7 +116,7 @@ class Plan:
 
     @property
     def best_guess(self) -> float:
-        """See `accounting.best_guess`."""
+        """See `accountants.best_guess`."""
         return best_guess(self.epsilon, self.delta)
 
 

@@ -26,7 +26,8 @@ from matplotlib.figure import Figure
 
 from secure_fvi.errors import InputError
 from secure_fvi.plots import svg
-from secure_fvi.privacy.accounting import ORDERS, Single, best_guess, epsilon, epsilon_of_rdp, grouped, job_curve
+from secure_fvi.privacy.accountants import best_guess, epsilon
+from secure_fvi.privacy.accounting import ORDERS, Single, epsilon_of_rdp, grouped, job_curve
 from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, to_dict
 from secure_fvi.privacy.ledger import JobRecord, read_ledger
 from secure_fvi.privacy.ledger_account import Account, account
@@ -73,7 +74,7 @@ class Report:
     composition: str
     budget: dict[str, Any]
     remaining: float
-    best_guess: float  # see `accounting.best_guess`, at what bounds all jobs
+    best_guess: float  # see `accountants.best_guess`, at what bounds all jobs
     not_covered: list[str]
     ledger_head: str
     ledger_length: int

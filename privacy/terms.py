@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, Skellam
+from secure_fvi.privacy.events import Event, Gaussian, PoissonSampled, Repeated, Skellam
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 
 if TYPE_CHECKING:
@@ -240,36 +240,16 @@ def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: 
 
         assert settings.epsilon is not None
         # By the ledger's own filter: a job for epsilon fits a budget of epsilon, and a plan says what will be charged.
-        noise = solve_noise(lambda z: job(z, 0), settings.epsilon, settings.delta, "ledger")
+        noise = solve_noise(lambda z: job(z, 0), settings.epsilon, settings.delta)
         if distributed:
             fine = resolution = _resolution(noise)
-            noise = solve_noise(lambda z: job(z, fine), settings.epsilon, settings.delta, "ledger")
+            noise = solve_noise(lambda z: job(z, fine), settings.epsilon, settings.delta)
     elif distributed:
         resolution = _resolution(noise)
     return Terms(settings, noise, rate, rounds, cohort, extent, resolution)
 
 
 # ---- What a job guarantees, as `result.json` and the row of a job in the ledger state it ----
-
-#: Beyond this epsilon the guarantee is void, and the tighter accountant not worth its time.
-_MEANINGFUL = 100.0
-
-
-def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
-    """Unit, epsilon and delta of all releases of a job, the mechanism's numbers and what was declared public."""
-    from secure_fvi.privacy.accounting import epsilon
-
-    settings = next(iter(terms.values())).settings
-    job = Composed(tuple(t.job for t in terms.values()))
-    by_rdp = epsilon(job, settings.delta, "rdp")
-    exact = by_rdp < _MEANINGFUL and not any(t.resolution for t in terms.values())
-    return {
-        "unit": settings.unit,
-        "epsilon": epsilon(job, settings.delta, "pld") if exact else by_rdp,
-        "delta": settings.delta,
-        "accountant": "pld" if exact else "rdp",
-        **description(terms, noise),
-    }
 
 
 def description(by_phase: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:

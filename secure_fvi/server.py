@@ -17,7 +17,9 @@ from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
 from secure_fvi.algorithms.base import CLIP, ITERATION, Broadcast, ServerProgram, Step
 from secure_fvi.errors import AggregationError
 from secure_fvi.messages import ROUND, SUM, encode_broadcast, question_digest
+from secure_fvi.privacy.events import Composed
 from secure_fvi.privacy.gate import NoiseSource, curated
+from secure_fvi.privacy.terms import Terms, description
 
 T = TypeVar("T")
 
@@ -74,8 +76,6 @@ class Server:
 
     def claim(self) -> dict[str, Any] | None:
         """What the job guarantees, None without differential privacy."""
-        from secure_fvi.privacy.terms import claim
-
         return claim(self.program.terms, self._noise) if self.program.terms else None
 
     def skip_to(self, index: int) -> None:
@@ -159,3 +159,24 @@ def _wrapped(exchanges: Exchanges[T]) -> Exchanges[T]:
             messages = exchanges.send(replies)
     except StopIteration as stop:
         return stop.value
+
+
+#: Beyond this epsilon the guarantee is void, and the tighter accountant not worth its time.
+_MEANINGFUL = 100.0
+
+
+def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
+    """Unit, epsilon and delta of all releases of a job, the mechanism's numbers and what was declared public."""
+    from secure_fvi.privacy.accountants import epsilon
+
+    settings = next(iter(terms.values())).settings
+    job = Composed(tuple(t.job for t in terms.values()))
+    by_rdp = epsilon(job, settings.delta, "rdp")
+    exact = by_rdp < _MEANINGFUL and not any(t.resolution for t in terms.values())
+    return {
+        "unit": settings.unit,
+        "epsilon": epsilon(job, settings.delta, "pld") if exact else by_rdp,
+        "delta": settings.delta,
+        "accountant": "pld" if exact else "rdp",
+        **description(terms, noise),
+    }

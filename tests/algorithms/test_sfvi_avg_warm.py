@@ -16,7 +16,7 @@ from secure_fvi.algorithms.sfvi_avg import COUNT, MERGE
 from secure_fvi.driving import Books
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
-from secure_fvi.privacy.accounting import epsilon
+from secure_fvi.privacy.accountants import epsilon
 from secure_fvi.privacy.events import Composed
 from secure_fvi.privacy.ledger import Ledger
 from secure_fvi.randomness import KeyedDraws

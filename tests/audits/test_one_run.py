@@ -9,7 +9,7 @@ from scipy.optimize import brentq
 
 from secure_fvi.audits.epsilon import OneRunMethod, epsilon_of_gaussian, guess, lower_bound
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.accounting import epsilon
+from secure_fvi.privacy.accountants import epsilon
 from secure_fvi.privacy.events import Gaussian
 
 DELTA = 1e-5

@@ -11,7 +11,7 @@ from scipy.stats import binom
 
 from secure_fvi.audits.epsilon import Rates, bound, bound_of_rates, epsilon_of_gaussian
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.accounting import epsilon
+from secure_fvi.privacy.accountants import epsilon
 from secure_fvi.privacy.events import Gaussian
 
 REPEATS = 400

@@ -8,7 +8,7 @@ import pytest
 from command_line import CommandLine
 
 from secure_fvi.errors import BudgetError
-from secure_fvi.privacy import accounting
+from secure_fvi.privacy import accountants
 from secure_fvi.privacy.events import Gaussian, PoissonSampled, Repeated
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
 from secure_fvi.privacy.settings import RecordDP, SiloDP
@@ -25,8 +25,8 @@ def test_plan_solves_for_the_noise(cli: CommandLine) -> None:
     assert {"noise_multiplier", "epsilon", "delta", "accountant", "sampling_rate", "rounds"} <= found.keys()
     assert (found["accountant"], found["unit"], found["rounds"]) == ("ledger", "record", 40)
     event = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40 + found["retries"])
-    assert found["epsilon"] == accounting.epsilon(event, 1e-5, "ledger") <= 1
-    assert accounting.epsilon(event, 1e-5, "pld") < found["epsilon"]
+    assert found["epsilon"] == accountants.epsilon(event, 1e-5, "ledger") <= 1
+    assert accountants.epsilon(event, 1e-5, "pld") < found["epsilon"]
 
 
 @pytest.mark.parametrize("noise", ["silo", "distributed"])
@@ -157,10 +157,10 @@ def test_plan_for_distributed_noise(cli: CommandLine) -> None:
     assert found["share_multiplier"] * 5**0.5 == pytest.approx(found["noise_multiplier"])
     assert found["sum_multiplier"] == pytest.approx(found["noise_multiplier"] * 2**0.5)
     gaussian = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40 + found["retries"])
-    assert accounting.epsilon(gaussian, 1e-5, "ledger") < found["epsilon"] <= 1  # rounding to integers costs a little
+    assert accountants.epsilon(gaussian, 1e-5, "ledger") < found["epsilon"] <= 1  # rounding to integers costs a little
     once = PoissonSampled(0.05, Gaussian(found["noise_multiplier"]))
-    assert found["epsilon"] == pytest.approx(accounting.epsilon(gaussian, 1e-5, "ledger"), rel=0.01)
-    assert found["release_epsilon"] == pytest.approx(accounting.epsilon(once, 1e-5, "ledger"), rel=0.01)
+    assert found["epsilon"] == pytest.approx(accountants.epsilon(gaussian, 1e-5, "ledger"), rel=0.01)
+    assert found["release_epsilon"] == pytest.approx(accountants.epsilon(once, 1e-5, "ledger"), rel=0.01)
 
 
 def test_plan_for_silos_has_no_sampling(cli: CommandLine) -> None:
@@ -223,7 +223,7 @@ def test_report_formats(cli: CommandLine, ledger: Path, tmp_path: Path) -> None:
     answer = cli("budget", "report", str(ledger), "--format", "json")
     assert answer.code == 0, answer.err
     found = json.loads(answer.out)
-    assert found["jobs"][0]["epsilon"] == accounting.epsilon(Repeated(Gaussian(5.0), 3), 1e-6, "pld")
+    assert found["jobs"][0]["epsilon"] == accountants.epsilon(Repeated(Gaussian(5.0), 3), 1e-6, "pld")
     assert "hospital-a" in cli("budget", "report", str(ledger)).out
     page = tmp_path / "report.html"
     assert cli("budget", "report", str(ledger), "--format", "html", "--out", str(page)).code == 0

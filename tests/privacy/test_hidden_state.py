@@ -119,7 +119,7 @@ def scores() -> dict[bool, tuple[np.ndarray, np.ndarray]]:
 
 
 def claimed() -> float:
-    from secure_fvi.privacy.accounting import epsilon
+    from secure_fvi.privacy.accountants import epsilon
     from secure_fvi.privacy.events import Gaussian, Repeated
 
     return epsilon(Repeated(Gaussian(10.0), ROUNDS), DELTA, "pld")

@@ -9,7 +9,7 @@ import pytest
 from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from ledger_world import gaussian_job, job_of
 
-from secure_fvi.privacy import accounting
+from secure_fvi.privacy import accountants, accounting
 from secure_fvi.privacy.accounting import filter_of, job_curve, scaled, smallest_budget
 from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, Skellam
 from secure_fvi.privacy.ledger import Budget, Job
@@ -44,7 +44,7 @@ def test_one_job_that_just_fits(budget: Budget, kind: str) -> None:
     assert plain <= budget.epsilon
     # The price of choosing jobs adaptively: less than 1% of epsilon against plain conversion (docs/ledger.md).
     assert plain > 0.99 * budget.epsilon
-    exact = accounting.epsilon(Repeated(job.terms[0].event, 200), budget.delta, "pld")  # type: ignore[arg-type]
+    exact = accountants.epsilon(Repeated(job.terms[0].event, 200), budget.delta, "pld")  # type: ignore[arg-type]
     assert exact <= budget.epsilon
 
 
@@ -67,8 +67,8 @@ def test_many_different_jobs_never_exceed_the_budget(budget: Budget) -> None:
             jobs.append(job)
     assert refused >= 3
     everything = Composed(tuple(Repeated(j.terms[0].event, j.terms[0].count) for j in jobs))  # type: ignore[arg-type]
-    assert accounting.epsilon(everything, budget.delta, "pld") <= budget.epsilon
-    assert accounting.epsilon(everything, budget.delta, "rdp") > 0.95 * budget.epsilon  # it was really used up
+    assert accountants.epsilon(everything, budget.delta, "pld") <= budget.epsilon
+    assert accountants.epsilon(everything, budget.delta, "rdp") > 0.95 * budget.epsilon  # it was really used up
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)

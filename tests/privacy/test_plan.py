@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from secure_fvi.errors import InputError
-from secure_fvi.privacy import accounting
-from secure_fvi.privacy.accounting import solve_noise
+from secure_fvi.privacy import accountants
 from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, Skellam
-from secure_fvi.privacy.plan import gaussian_job, plan, solve_rate, solve_rounds
+from secure_fvi.privacy.plan import gaussian_job, plan, solve_noise, solve_rate, solve_rounds
 
 
 @pytest.mark.parametrize(
@@ -27,10 +26,10 @@ from secure_fvi.privacy.plan import gaussian_job, plan, solve_rate, solve_rounds
 )
 def test_noise(accountant: str, epsilon: float) -> None:
     found = plan(epsilon=epsilon, delta=1e-5, sampling_rate=0.02, rounds=200, accountant=accountant)
-    again = accounting.epsilon(gaussian_job(found.noise_multiplier, 0.02, 200), 1e-5, accountant)
+    again = accountants.epsilon(gaussian_job(found.noise_multiplier, 0.02, 200), 1e-5, accountant)
     assert again == found.epsilon <= epsilon
     # A thousandth less noise no longer fits, up to the discretisation of the numerical accountants.
-    less = accounting.epsilon(gaussian_job(found.noise_multiplier * 0.998, 0.02, 200), 1e-5, accountant)
+    less = accountants.epsilon(gaussian_job(found.noise_multiplier * 0.998, 0.02, 200), 1e-5, accountant)
     assert less > epsilon * (1 - 1e-4)
     assert found.release_epsilon < found.epsilon
 
@@ -41,7 +40,7 @@ def test_rate_and_rounds(accountant: str) -> None:
     assert 0.995 < rate.epsilon <= 1.0
     rounds = plan(epsilon=1.0, delta=1e-6, noise_multiplier=2.5, sampling_rate=0.1, accountant=accountant)
     assert rounds.epsilon <= 1.0
-    assert accounting.epsilon(gaussian_job(2.5, 0.1, rounds.rounds + 1), 1e-6, accountant) > 1.0
+    assert accountants.epsilon(gaussian_job(2.5, 0.1, rounds.rounds + 1), 1e-6, accountant) > 1.0
 
 
 def test_a_full_gaussian_release_has_its_closed_form() -> None:
@@ -57,7 +56,7 @@ def test_skellam_by_rdp() -> None:
         return Repeated(PoissonSampled(0.05, Skellam((noise * scale) ** 2, 30 * (scale + 30), scale + 30)), 100)
 
     noise = solve_noise(make, 1.0, 1e-5, "rdp")
-    assert 0.998 < accounting.epsilon(make(noise), 1e-5, "rdp") <= 1.0
+    assert 0.998 < accountants.epsilon(make(noise), 1e-5, "rdp") <= 1.0
     assert noise > solve_noise(lambda z: gaussian_job(z, 0.05, 100), 1.0, 1e-5, "rdp")
     with pytest.raises(InputError, match="use rdp"):
         solve_noise(make, 1.0, 1e-5, "pld")

@@ -18,8 +18,8 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.vertical.likelihoods import Bernoulli
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
-from secure_fvi.privacy import accounting
-from secure_fvi.privacy.accounting import smallest_budget, solve_noise
+from secure_fvi.privacy import accountants, accounting
+from secure_fvi.privacy.accounting import smallest_budget
 from secure_fvi.privacy.chain import GENESIS, RECEIPT, ChainKind, ChainReader, Row, check_keys, link, make_row
 from secure_fvi.privacy.chain_file import verify_chain
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam, from_dict
@@ -27,7 +27,7 @@ from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger import Budget, Chain, Job, Ledger
 from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.privacy.plan import gaussian_job as event_of
-from secure_fvi.privacy.plan import solve_rate, solve_rounds
+from secure_fvi.privacy.plan import solve_noise, solve_rate, solve_rounds
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
 from secure_fvi.privacy.witness import Witness
@@ -56,8 +56,11 @@ VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "an event without its number": (lambda: from_dict({"kind": "gaussian"}), "needs noise_multiplier"),
     "events that are no list": (lambda: from_dict({"kind": "composed", "events": "ab"}), "must be a list"),
     "a delta of a curve": (lambda: accounting.best_order(accounting.rdp(Gaussian(1.0)), 2.0), "delta"),
-    "a delta of nothing": (lambda: accounting.epsilon(NO_EVENTS, 2.0), "delta"),
-    "an accountant nobody knows": (lambda: accounting.delta(Gaussian(1.0), 1.0, "guess"), "unknown accountant 'guess'"),
+    "a delta of nothing": (lambda: accountants.epsilon(NO_EVENTS, 2.0), "delta"),
+    "an accountant nobody knows": (
+        lambda: accountants.delta(Gaussian(1.0), 1.0, "guess"),
+        "unknown accountant 'guess'",
+    ),
     "a rate for no epsilon": (lambda: solve_rate(lambda q: event_of(9.0, q, 1), -1.0, 1e-5, "rdp"), "epsilon must be"),
     "a rate that is too small": (lambda: solve_rate(lambda q: event_of(1e-3, q, 10**6), 1e-3, 1e-9, "rdp"), "epsilon"),
     "rounds for no epsilon": (lambda: solve_rounds(lambda n: event_of(9.0, 0.1, n), 0.0, 1e-5, "rdp"), "epsilon must"),
@@ -96,18 +99,18 @@ def test_bad_values_are_named(case: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
+@pytest.mark.parametrize("accountant", accountants.ACCOUNTANTS)
 @pytest.mark.filterwarnings("error")
 def test_noise_that_covers_nothing_has_no_bound_by_any_accountant(accountant: str) -> None:
-    assert accounting.epsilon(event_of(1.0, 1.0, 1), 1e-5, accountant) < 10
+    assert accountants.epsilon(event_of(1.0, 1.0, 1), 1e-5, accountant) < 10
     for noise in (1e-150, 1e-7):
-        assert accounting.epsilon(event_of(noise, 0.5, 10**9), 1e-5, accountant) == np.inf
+        assert accountants.epsilon(event_of(noise, 0.5, 10**9), 1e-5, accountant) == np.inf
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld", "ledger"])
 def test_noise_that_covers_everything_costs_next_to_nothing(accountant: str) -> None:
     for noise in (1e12, 1e150):
-        assert accounting.epsilon(event_of(noise, 0.5, 100), 1e-5, accountant) < 2e-3
+        assert accountants.epsilon(event_of(noise, 0.5, 100), 1e-5, accountant) < 2e-3
 
 
 def test_a_failure_inside_prv_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +121,7 @@ def test_a_failure_inside_prv_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(PRVAccountant, "get_epsilon", fail)
     with pytest.raises(InputError, match="cannot account for this: the grid is too small; use pld"):
-        accounting.prv_epsilon({(0.1, 1.0): 3}, 1e-5, 1.0)
+        accountants.prv_epsilon({(0.1, 1.0): 3}, 1e-5, 1.0)
 
 
 def row(chain: ChainReader, kind: str, body: object) -> Row:

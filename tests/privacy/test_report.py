@@ -15,7 +15,7 @@ from scipy.stats import norm
 
 from secure_fvi.cli import cli
 from secure_fvi.errors import InputError
-from secure_fvi.privacy import accounting
+from secure_fvi.privacy import accountants, accounting
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term, read_ledger
 from secure_fvi.privacy.ledger_account import account
@@ -63,11 +63,11 @@ def report(path: Path) -> Report:
 def test_numbers(path: Path, report: Report) -> None:
     first, second = report.jobs
     assert first.accountant == "pld"
-    assert first.epsilon == accounting.epsilon(Repeated(SAMPLED, 300), 1e-6, "pld")
+    assert first.epsilon == accountants.epsilon(Repeated(SAMPLED, 300), 1e-6, "pld")
     assert second.accountant == "rdp"
-    assert second.epsilon == accounting.epsilon(Repeated(INTEGER, 400), 1e-6, "rdp")
+    assert second.epsilon == accountants.epsilon(Repeated(INTEGER, 400), 1e-6, "rdp")
     both = Composed((Repeated(SAMPLED, 300), Repeated(INTEGER, 400)))
-    assert report.epsilon == pytest.approx(accounting.epsilon(both, 1e-6, "rdp"), rel=1e-12)
+    assert report.epsilon == pytest.approx(accountants.epsilon(both, 1e-6, "rdp"), rel=1e-12)
     assert report.epsilon == pytest.approx(second.epsilon_so_far, rel=1e-12)
     assert first.epsilon < first.epsilon_so_far < report.epsilon < report.budget["epsilon"] == 3.0
     assert [b["epsilon"] for b in report.budget["history"]] == [2.0, 3.0]
@@ -266,7 +266,7 @@ def test_how_often_a_guess_is_right(epsilon: float, delta: float) -> None:
         1e-3,
         20,
     )
-    assert float(norm.cdf(mu / 2)) <= accounting.best_guess(epsilon, delta) < 1
+    assert float(norm.cdf(mu / 2)) <= accountants.best_guess(epsilon, delta) < 1
     if delta < 0.1:
         assert float(norm.cdf(mu / 2 - epsilon / mu)) > 3 * delta
 

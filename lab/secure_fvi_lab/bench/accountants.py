@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from secure_fvi.privacy.accounting import ACCOUNTANTS, epsilon
+from secure_fvi.privacy.accountants import ACCOUNTANTS, epsilon
 from secure_fvi.privacy.events import Composed, Event
 from secure_fvi.privacy.plan import gaussian_job
 
