@@ -3,7 +3,8 @@
 lines and files   of Python as it stands; core: all that `secure-fvi` installs, lab: what lab/ does
 closure           what a silo's job imports, with SFVI for its algorithm and masked sums, at any depth: at the top of
                   a module or in a function, not for types alone;
-                  "trusted": without what a party of the server's, a report or a plot has in that
+                  "trusted": without what a party of the server's, a report or a plot has in that;
+                  a vertical job, whose silos hold different columns: the same, with masked sums
 circles           strongly connected parts of the graph of imports, of two modules or more
 parameters        of functions; self, cls not counted
 seconds           median of processes that were started for it

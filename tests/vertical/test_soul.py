@@ -11,10 +11,8 @@ from gaussian import joint, make
 from torch import Tensor
 
 from secure_fvi.algorithms.vertical import Gaussian, Predictor, Soul, SoulSilo, linear
-from secure_fvi.algorithms.vertical.soul import gamma_step
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
-from secure_fvi.optimizers import Optimizer
 
 #: Runs of hundreds of rounds each.
 pytestmark = pytest.mark.slow
@@ -87,20 +85,6 @@ def test_a_wrong_pull_is_noticed() -> None:
     exact = joint(PROBLEM, 1.0, True)
     _, z = _run(Soul(model="power", settle=50), 200, pull_own=True)
     assert float((z - exact.mean[exact.n_theta :]).abs().max()) > 0.3
-
-
-def test_gamma_steps_to_its_mode() -> None:
-    """The server's point estimate of intercept and sigma, from the likelihood's gradient at a fixed s."""
-    rng = torch.Generator().manual_seed(1)
-    y = 0.5 + 0.7 * torch.randn(400, generator=rng)
-    optimizer, gamma = Optimizer("adam", 0.05), torch.zeros(2)
-    moments = optimizer.init({"gamma": gamma})
-    gradient = torch.func.grad(lambda g: LIKELIHOOD.log_prob(y, torch.zeros(400, 1), g).sum())
-    for r in range(500):
-        gamma, moments = gamma_step(LIKELIHOOD, optimizer, gamma, moments, gradient(gamma), torch.tensor(1.0 - r / 500))
-    left = gradient(gamma) + torch.func.grad(LIKELIHOOD.log_prior)(gamma)
-    assert float(left.abs().max()) < 0.5  # curvature is 800: within 1e-3 of the mode
-    assert float(gamma[0]) == pytest.approx(float(y.mean()), abs=0.01)
 
 
 def test_rates_fall_as_they_must() -> None:

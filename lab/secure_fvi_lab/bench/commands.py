@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,15 +26,21 @@ def bench() -> None:
     """Measure speed on this machine."""
 
 
-def _measuring(name: str) -> Callable[[Callable[..., Finding]], click.Command]:
-    """A command that prints what its function measures: the lines for a terminal that come with it, or --json."""
+def _measuring(name: str, of: str = "") -> Callable[[Callable[..., Any]], click.Command]:
+    """A command that prints what its function measures: the lines for a terminal that come with it, or --json. of:
+    "module:function" of this package that measures in its place, by the command's options; `lines` of that module."""
 
-    def made(measure: Callable[..., Finding]) -> click.Command:
+    def made(measure: Callable[..., Any]) -> click.Command:
         @bench.command(name)
         @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
         @functools.wraps(measure)
         def command(as_json: bool, **options: Any) -> None:
-            found, lines = measure(**options)
+            if of:
+                path, _, function = of.partition(":")
+                module = importlib.import_module(f"secure_fvi_lab.bench.{path}")
+                found, lines = getattr(module, function)(**options), module.lines
+            else:
+                found, lines = measure(**options)
             click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines(found)))
 
         return command
@@ -41,14 +48,11 @@ def _measuring(name: str) -> Callable[[Callable[..., Finding]], click.Command]:
     return made
 
 
-@_measuring("step")
+@_measuring("step", "step:measure")
 @click.option("--repeats", type=click.IntRange(1), default=9, show_default=True, help="Timed blocks of each.")
 @click.option("--iterations", type=click.IntRange(1), default=100, show_default=True, help="Iterations a block.")
-def step(repeats: int, iterations: int) -> Finding:
+def step() -> None:
     """Time one iteration on six cities: ours beside Pyro's SVI and, where installed, NumPyro's jitted SVI."""
-    from secure_fvi_lab.bench.step import lines, measure
-
-    return measure(repeats, iterations), lines
 
 
 @_measuring("batch")
@@ -78,14 +82,11 @@ def gpu(device: str, quick: bool, out: Path) -> None:
     report(device, quick, out)
 
 
-@_measuring("local-step")
+@_measuring("local-step", "step:measure_local")
 @_data
 @click.option("--repeats", type=click.IntRange(1), default=9, show_default=True, help="Timed blocks of each.")
-def local_step(data: Path | None, repeats: int) -> Finding:
+def local_step() -> None:
     """Time a local step of PVI on adult, minibatches of 128, beside a step of Pyro's SVI."""
-    from secure_fvi_lab.bench.step import lines, measure_local
-
-    return measure_local(data, repeats), lines
 
 
 @bench.command("secure-sum")
@@ -103,44 +104,32 @@ def secure_sum(as_json: bool, quick: bool, plot: str | None, values: int | None)
     command(as_json, quick, plot, values)
 
 
-@_measuring("accountants")
-def accountants() -> Finding:
+@_measuring("accountants", "accountants:measure")
+def accountants() -> None:
     """Epsilon of ten named jobs by every accountant, and the check values. docs/accounting.md has the table."""
-    from secure_fvi_lab.bench.accountants import lines, measure
-
-    return measure(), lines
 
 
-@_measuring("ledger")
+@_measuring("ledger", "ledger:measure")
 @click.option(
     "--releases", type=click.IntRange(1), default=2000, show_default=True, help="Charged at each block length."
 )
 @_folder
-def ledger(releases: int, folder: Path | None) -> Finding:
+def ledger() -> None:
     """Time the privacy ledger: a release charged, a ledger opened and verified."""
-    from secure_fvi_lab.bench.ledger import lines, measure
-
-    return measure(releases, folder), lines
 
 
-@_measuring("matching")
+@_measuring("matching", "matching:measure")
 @click.option("--ids", type=click.IntRange(20), default=50_000, show_default=True, help="Identifiers of each silo.")
 @click.option("--silos", type=click.IntRange(2), default=3, show_default=True, help="All in this process.")
-def matching(ids: int, silos: int) -> Finding:
+def matching() -> None:
     """Time private matching, and see that exactly those people are found that all silos hold."""
-    from secure_fvi_lab.bench.matching import lines, measure
-
-    return measure(ids, silos), lines
 
 
-@_measuring("audit-log")
+@_measuring("audit-log", "ledger:measure_trail")
 @click.option("--exchanges", type=click.IntRange(1), default=1000, show_default=True, help="Written down each way.")
 @_folder
-def audit_log(exchanges: int, folder: Path | None) -> Finding:
+def audit_log() -> None:
     """Time the paper trail: an exchange written down, a log verified and compared with the server's."""
-    from secure_fvi_lab.bench.ledger import lines, measure_trail
-
-    return measure_trail(exchanges, folder), lines
 
 
 @_measuring("engine")
@@ -164,14 +153,11 @@ def privacy(data: Path | None, quick: bool) -> Finding:
     return measure(data, ROUNDS // 4 if quick else ROUNDS), lines
 
 
-@_measuring("coverage")
+@_measuring("coverage", "coverage:measure")
 @click.option("--fits", type=click.IntRange(10), default=200, show_default=True, help="Of each cell.")
 @click.option("--seed", default=0, show_default=True, help="Of data, noise and draws.")
-def coverage(fits: int, seed: int) -> Finding:
+def coverage() -> None:
     """How often 95% intervals of private fits cover the truth, with the noise counted and without. docs/privacy.md."""
-    from secure_fvi_lab.bench.coverage import lines, measure
-
-    return measure(fits, seed), lines
 
 
 @bench.command()
@@ -218,7 +204,7 @@ def kills(
         context.exit(1)
 
 
-@_measuring("records")
+@_measuring("records", "scale:measure_records")
 @click.option("--records", type=click.IntRange(1000), default=1_000_000, show_default=True, help="Of the silo.")
 @click.option("--batch", type=click.IntRange(1), default=256, show_default=True, help="Expected records of a round.")
 @click.option("--latents", is_flag=True, help="Each record has a latent of its own.")
@@ -227,22 +213,16 @@ def kills(
 @click.option("--rounds", type=click.IntRange(1), default=100, show_default=True, help="Timed.")
 @click.option("--by", type=click.Choice(["sfvi", "sfvi-avg", "pvi"]), default="sfvi", show_default=True)
 @click.option("--local-steps", type=click.IntRange(40), default=1000, show_default=True, help="Of sfvi-avg and pvi.")
-def records(**asked: Any) -> Finding:
+def records() -> None:
     """A round at one silo of many records, in batches: processor's time, memory, bytes written."""
-    from secure_fvi_lab.bench.scale import lines, measure_records
-
-    return measure_records(**asked), lines
 
 
-@_measuring("one-process")
+@_measuring("one-process", "scale:measure_silos")
 @click.option("--silos", type=click.IntRange(3), default=200, show_default=True, help="Under masked sums.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Timed.")
 @click.option("--missing", type=click.IntRange(0), default=0, show_default=True, help="Silos that a sum may lack.")
-def one_process(silos: int, rounds: int, missing: int) -> Finding:
+def one_process() -> None:
     """A masked round of SFVI over many small silos in one process: processor's time and memory."""
-    from secure_fvi_lab.bench.scale import lines, measure_silos
-
-    return measure_silos(silos, rounds, missing), lines
 
 
 @_measuring("posteriors")

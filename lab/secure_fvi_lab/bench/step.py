@@ -168,11 +168,11 @@ _BATCH, _STEPS = 128, 500
 _OPTIMIZERS = ("natural", "adam")
 
 
-def measure_local(data_dir: Path | None, repeats: int) -> dict[str, Any]:
+def measure_local(data: Path | None, repeats: int) -> dict[str, Any]:
     """Median milliseconds a step, and speed in multiples of Pyro's SVI."""
     torch.set_num_threads(1)
-    data = program("adult").load(data_dir)
-    blocks = {"pyro_svi": _pyro_batches(data), **{f"pvi_{name}": _pvi(data, name) for name in _OPTIMIZERS}}
+    held = program("adult").load(data)
+    blocks = {"pyro_svi": _pyro_batches(held), **{f"pvi_{name}": _pvi(held, name) for name in _OPTIMIZERS}}
     medians = in_turn(blocks, _STEPS, _STEPS, repeats)
     return {
         "machine": machine(),

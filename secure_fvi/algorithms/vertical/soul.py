@@ -310,12 +310,3 @@ class SoulSilo:
         precision = 1.0 / self.config.rho**2
         gradient = pull - precision * (z - mean_eta)
         return z + rate * gradient / (self.silos * curvature + precision)
-
-
-def gamma_step(
-    likelihood: Likelihood, optimizer: Optimizer, gamma: Tensor, moments: Params, gradient: Tensor, rate: Tensor
-) -> tuple[Tensor, Params]:
-    """The server's step on gamma (n_gamma,), from the likelihood's gradient (A.3, eqs. 26 and 30)."""
-    total = gradient + torch.func.grad(likelihood.log_prior)(gamma)
-    stepped, moments = optimizer.step({"gamma": gamma}, {"gamma": total}, moments, rate)
-    return stepped["gamma"], moments
