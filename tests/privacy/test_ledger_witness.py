@@ -81,6 +81,29 @@ def test_a_shorter_ledger_is_refused(tmp_path: Path, ledger: Ledger, job: OpenJo
     assert witness.length(key) == 4
 
 
+@pytest.mark.parametrize("looked", [True, False])
+def test_a_silo_that_kept_how_far_it_was_writes_to_no_older_copy(tmp_path: Path, looked: bool) -> None:
+    """What was charged since would be spent twice: so it is in the control, where nobody looks at what was kept."""
+    before = new_ledger(tmp_path)
+    before.close()
+    copy = (tmp_path / "ledger.sqlite").read_bytes()
+    ledger = Ledger.open(tmp_path / "ledger.sqlite", "a")
+    ledger.open_job(gaussian_job(noise=40.7))  # all of the budget
+    own, key = Witness("a", Identity(), MemoryStore(), LEDGER), ledger.chain.public_key
+    own.keep(key, ledger.chain.length, ledger.chain.head)
+    ledger.check_holds(*own.seen(key))
+    ledger.close()
+    (tmp_path / "ledger.sqlite").write_bytes(copy)
+    ledger = Ledger.open(tmp_path / "ledger.sqlite", "a")
+    if looked:
+        with pytest.raises(ProtocolError, match="the ledger of silo 'a' was rolled back"):
+            ledger.check_holds(*own.seen(key))
+        with pytest.raises(ProtocolError, match="was rolled back"):
+            ledger.open_job(gaussian_job("again", noise=40.7))
+    else:
+        ledger.open_job(gaussian_job("again", noise=40.7))
+
+
 @pytest.mark.parametrize("more", [0, 2])
 def test_another_history_of_the_silos_own_key_is_refused(
     tmp_path: Path, ledger: Ledger, job: OpenJob, witness: Witness, more: int
