@@ -719,7 +719,7 @@ class ServerBatch:
     def opens(self, owner: int, index: int, kind: Secret, secret: bytes) -> bool:
         """Whether `secret` is the b or e of `index` that `owner` committed to."""
         made = secret_commitment(self.session.binding, owner, index, kind, secret)
-        return bool(secret) and hmac.compare_digest(made, self.commitment(owner, index, kind))
+        return hmac.compare_digest(made, self.commitment(owner, index, kind))
 
     def is_share(self, owner: int, holder: int, index: int, kind: Secret, share: bytes) -> bool:
         """Whether `share` is the one of b or e that `owner` committed to for `holder`."""

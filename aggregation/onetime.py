@@ -282,8 +282,6 @@ class Setup:
 
         first: claims this key set, once it is found good, and returns the one that was claimed first.
         """
-        if self._key_set is not None and message != self._key_set:
-            raise ProtocolError("another key set for this set-up was accepted already")
         if message.attempt != self.attempt:
             raise ProtocolError("a key set of another set-up")
         roster = self.roster

@@ -400,6 +400,17 @@ class TestTheServer:
         with pytest.raises(AggregationError, match="sum 0 was not prepared"):
             carry(server.total(0, w.ids, w.table, {}, CONTEXT), w.silos)
 
+    def test_a_server_started_again_needs_the_key_anew(self):
+        """It keeps batches and no key. The control is a preparation."""
+        w = World(3)
+        messages, party = w.contribute(), {id(store): name for name, store in w.stores.items()}[id(w.server._store)]
+        w.server = HomomorphicServer(w.roster, BFV, True, w.stores[party])
+        w.local = WithHolder(w.server, w._ask)
+        with pytest.raises(AggregationError, match="sum 0 was not prepared"):
+            w.total(messages)
+        carry(w.local.prepare(0), w.silos)
+        np.testing.assert_allclose(w.total(messages).values, sum(w.values.values()), atol=1e-12)
+
     def test_a_worn_key_is_found_before_anybody_contributes(self):
         w = World(3, scheme="ckks")
         w.server._spent = DECRYPTIONS

@@ -203,6 +203,21 @@ def test_one_question_has_one_cohort_over_all_indices(bound, monkeypatch):
         assert is_input(whole_total - total(1, rest), world.values[world.ids[VICTIM]])
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_silo_sends_nothing_without_a_mask(refused, monkeypatch):
+    """Whatever becomes of the two rules that ask for neighbours before. The control is its input."""
+    world = whole()
+    alone = (frozenset({VICTIM}), world.roster.bitmap(frozenset({VICTIM})))
+    monkeypatch.setattr(masked_silo.MaskedSilo, "_check_cohort", lambda *_: alone)
+    if refused:
+        with pytest.raises(ProtocolError, match="has no neighbour in the cohort of sum 0"):
+            ask(world, VICTIM, cohort=frozenset({VICTIM}))
+    else:
+        monkeypatch.setattr(masked_silo.MaskedSilo, "_whole_masks", lambda *_: [])
+        words = ask(world, VICTIM, cohort=frozenset({VICTIM}))
+        assert is_input(opened(world, words[None]), world.values[world.ids[VICTIM]])
+
+
 def test_there_is_nothing_else_to_ask_a_silo_for():
     """No deposit, survivor or share: whatever a server says of who is lost, it has the contributions alone."""
     world = whole()
