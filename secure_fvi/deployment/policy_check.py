@@ -124,7 +124,7 @@ def check(
 def held_by_server(config: Config) -> bool:
     """Whether the server releases of data that it holds, under differential privacy: of a private response."""
     private = config.vertical and config.algorithm.options.get("response") == "private"
-    return private and config.privacy is not None and config.response is not None and config.response.silo is None
+    return private and config.privacy is not None and config.response is not None
 
 
 def check_terms(terms: Mapping[str, Terms], policy: SitePolicy) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ from secure_fvi.cli.policy import _alignment_lines
 from secure_fvi.columns import RESPONSE_HOLDER
 from secure_fvi.deployment import columns_job, serving, site_job
 from secure_fvi.deployment import holding as holding_module
-from secure_fvi.deployment.columns_job import _SUITE, read_aligned
+from secure_fvi.deployment.columns_job import _SUITE, _response, read_aligned
 from secure_fvi.deployment.columns_job import ColumnsJob as SiteColumns
 from secure_fvi.deployment.columns_server import ServerColumns, _one_order
 from secure_fvi.deployment.countersigning import hold_to_seen, open_trail
@@ -62,7 +63,7 @@ from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import read_policy
-from secure_fvi.deployment.policy_check import check
+from secure_fvi.deployment.policy_check import check, held_by_server
 from secure_fvi.deployment.session_messages import (
     CODEC,
     END,
@@ -72,6 +73,7 @@ from secure_fvi.deployment.session_messages import (
     OPEN,
     Joined,
     Known,
+    Learned,
     Open,
     Told,
     Wanted,
@@ -765,6 +767,75 @@ def test_silos_in_another_order_are_refused_by_a_server_without_a_list() -> None
         _one_order({"north": other, "east": one})
     with pytest.raises(ProtocolError, match="'east' does not state its order"):
         _one_order({"north": one, "east": Schema((), {"people": PEOPLE, "order": 3})})
+    for people in (None, 0, True, "40"):
+        with pytest.raises(ProtocolError, match="'east' does not say how many people it holds"):
+            _one_order({"east": Schema((), {**one.constants, "people": people})})
+
+
+def test_a_response_at_a_silo_cannot_be_tried_by_its_digest(world: World, tmp_path: Path) -> None:
+    """The server, which hears the digest that all silos state, would have the labels by trying them. With bytes at
+    random it does not: two of the same labels have two digests. The control is one that silos are told by the server,
+    which has it anyhow."""
+    columns, _, _ = holding(ColumnsJob(world, tmp_path, False, **AT_SILO))
+    labels = {"y": torch.ones(3).double(), "offset": torch.zeros(3).double()}
+    read = functools.partial(_response, columns.likelihood, people=3, dtype=torch.float64, device=torch.device("cpu"))
+    for salt in ({}, {"salt": torch.zeros(31, dtype=torch.uint8)}):
+        with pytest.raises(ProtocolError, match="no 32 bytes at random, without which its digest would tell it"):
+            read(content=save({**labels, **salt}), salted=True)
+    assert torch.equal(read(content=save(labels)).y, labels["y"])
+    one, other = (save({**labels, "salt": torch.full((32,), at, dtype=torch.uint8)}) for at in (1, 2))
+    assert hashlib.sha256(one).digest() != hashlib.sha256(other).digest()
+    assert torch.equal(read(content=one, salted=True).y, read(content=other, salted=True).y)
+
+
+@pytest.mark.parametrize("told", ["alike", "apart"])
+def test_a_server_that_carries_a_response_sees_that_silos_have_the_same(
+    world: World, tmp_path: Path, told: str
+) -> None:
+    """Else it would bind the session to what one of them has, and no sum would be made. The control is one digest."""
+    columns, _, _ = holding(ColumnsJob(world, tmp_path, False, **AT_SILO))
+    joined = {s: Schema((), {} if s == "east" else {"key": "00", "signature": "00"}) for s in SILOS}
+
+    def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        (silo,) = messages
+        known = hashlib.sha256(silo.encode() if told == "apart" else b"").digest()
+        return {silo: CODEC.pack(Told(b"sealed", bytes(64)) if silo == "east" else Learned(known))}
+
+    if told == "alike":
+        assert columns._passed_on(joined, tmp_path, exchange) == hashlib.sha256(b"").digest()
+    else:
+        with pytest.raises(ProtocolError, match="silos have learned different responses: north, south"):
+            columns._passed_on(joined, tmp_path, exchange)
+    assert (tmp_path / "told").exists() == (told == "alike")
+
+
+def test_nothing_is_told_of_a_response_before_it_is_known_of_whom(world: World, tmp_path: Path) -> None:
+    """Sealed for no order, it would be of whatever people the silo that opens it lists. The control is a silo whose
+    file is sorted, in `test_a_server_that_carries_the_response_cannot_open_it`."""
+    job, hub = ColumnsJob(world, tmp_path, **AT_SILO, alignment=MATCHED), world.homes["hub"]
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW, silos=SILOS)
+    with closing(Site(world.homes["east"], Local())) as site:
+        met(hub, site)
+        site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
+        wanted = KNOWN + CODEC.pack(Wanted("north", bytes(32), bytes(64)))
+        with pytest.raises(ProtocolError, match="not known yet, and so not whose response it is"):
+            site.handle(offer.job, wanted)
+
+
+@pytest.mark.parametrize("at", [{}, AT_SILO], ids=["server", "silo"])
+def test_files_of_no_common_person_are_named_at_the_server(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: dict[str, Any]
+) -> None:
+    """Before silos refuse so few people by their policies, which would say nothing of how ids are written. The control
+    is one person."""
+    columns, offer, home = holding(ColumnsJob(world, tmp_path, False, alignment=MATCHED, **at))
+    for people in (0, 1):
+        found = SimpleNamespace(matched=people, unmatched=0, order=bytes(32), rows=np.arange(people))
+        monkeypatch.setattr(columns_job, "carry", lambda *_, found=found: found)
+        monkeypatch.setattr(MatchingSilo, "alignment", lambda _, found=found: found)
+        with nullcontext() if people else pytest.raises(InputError, match="no identifier stands in all files"):
+            (columns._carried if at else columns._matched)(offer, home, tmp_path, lambda _: {})
+        assert (tmp_path / "people").exists() == bool(at and people)
 
 
 def test_what_vertical_jobs_cannot_do_between_institutions_is_refused() -> None:
@@ -791,6 +862,14 @@ def test_what_vertical_jobs_cannot_do_between_institutions_is_refused() -> None:
     assert "needs [alignment]: nothing else says that rows are of one person" in said(privacy=None, alignment=None)
     program = {"model": {"program": "heart"}, "silo": None, "response": None, "alignment": None, "privacy": None}
     assert "its silos' columns come with the program, in one process" in said(**program)
+
+    def held(**changes: Any) -> bool:
+        return held_by_server(parse({k: v for k, v in {**table, **changes}.items() if v is not None}, "job"))
+
+    assert held()  # and by the server's own ledger then, but by none where
+    assert not held(privacy=None)
+    assert not held(algorithm=shared)  # silos are told it
+    assert not held(**{**program, "privacy": table["privacy"]})
 
 
 @pytest.mark.slow

@@ -165,6 +165,9 @@ def test_a_sites_folder(world: World, tmp_path: Path, monkeypatch: pytest.Monkey
     p256.write_bytes(edwards.read_bytes())
     with raises(InputError, "of another kind than P-256"):
         home.tls_key()
+    edwards.unlink()
+    with raises(ProtocolError, "has no identity.pem: bring it back from a backup"):
+        home.identity_in(roster)
     (home.path / "accepted.json").write_text("{}}")
     with raises(InputError, "is damaged"):
         home.roster(NOW)
@@ -570,6 +573,18 @@ def test_a_tool_that_makes_no_namespaces_is_no_sandbox(monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with raises(InputError, "there is no 'bwrap' here"):
         fence._tool.__wrapped__()
+
+
+def test_a_home_is_not_below_what_the_process_of_flare_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else that process would read what lies beside its workspace. The control is a workspace elsewhere."""
+    monkeypatch.setattr(fence, "_tool", lambda *_: "bwrap")
+    monkeypatch.setattr(fence, "_NETWORK", (str(tmp_path / "read"),))
+    for folder in ("read", "apart"):
+        (tmp_path / folder / "north" / "flare").mkdir(parents=True)
+    with raises(InputError, "which FLARE's process is to read: move the home"):
+        fence.carrying(tmp_path / "read" / "north" / "flare", (), {}, (), None)
+    command = fence.carrying(tmp_path / "apart" / "north" / "flare", (), {}, (), None)
+    assert command[command.index(str(tmp_path / "read")) - 1] == "--ro-bind"
 
 
 def test_a_graph_of_other_numbers_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

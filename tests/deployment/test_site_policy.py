@@ -602,6 +602,7 @@ def test_a_policy_that_others_may_edit_is_refused(site: Site) -> None:
         ({"min_cohort": 1}, "min_cohort = 1: must be at least 2"),
         ({"privacy": {"dp": "never"}}, "privacy"),
         ({"data": [{"id": "a", "epsilon": 1.0}]}, "a budget needs both epsilon and delta"),
+        ({"data": [{"id": "a", "response": ["died"]}]}, "of a vertical job, which needs the path of a table"),
         ({"data": [{"id": "a"}, {"id": "a"}]}, "data set 'a' stands twice"),
         (
             {"data": [{"id": n, "from_job": ["partition"]} for n in "ab"]},
