@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import programs
@@ -18,6 +21,8 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi import exported
 from secure_fvi.algorithms.refining import REFINE
+from secure_fvi.compiled import agree
+from secure_fvi.deployment import fenced
 from secure_fvi.deployment.fenced import _framed, export
 from secure_fvi.errors import InputError
 from secure_fvi.exported import GraphDensity, Program, read_program
@@ -220,6 +225,46 @@ def looks_at_draws(y: Tensor) -> None:
 def test_what_a_graph_cannot_say_is_refused(fn: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
         export(FederatedModel(fn), LINE, torch.float64)
+
+
+def without_a_centre(y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    with pyro.plate("records", len(y)):
+        factor = pyro.sample("L", dist.LKJCholesky(2, 1.5))
+        pyro.sample("y", dist.Normal(m + factor[..., 1, 0], 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("differs", "says"),
+    [
+        ((), ""),  # the control
+        ((0,), "its graph computes something else for 1 records"),
+        ((6,), "its start depends on values of the data"),
+    ],
+)
+def test_a_graph_that_is_not_the_program_is_refused(
+    differs: tuple[int, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients of 1, 2 and 5 records, then start and parameters, each compared in its turn."""
+    turn = itertools.count()
+    monkeypatch.setattr(fenced, "agree", lambda ours, theirs: agree(ours, theirs) and next(turn) not in differs)
+    with pytest.raises(InputError, match=f"the model cannot be traced: {says}") if says else nullcontext():
+        export(FederatedModel(plain), LINE, torch.float64)
+
+
+def test_what_cannot_be_written_down_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record's latent that starts nowhere, an encoder, a number of another kind, a graph that fails."""
+    with pytest.raises(InputError, match="record site 'L' has a prior without mean and quantiles; give its start"):
+        export(FederatedModel(without_a_centre, record_plate="records"), LINE, torch.float64)
+    with pytest.raises(InputError, match="a program with an encoder cannot be exported"):
+        export(SimpleNamespace(encoder=plain), LINE, torch.float64)  # type: ignore[arg-type]
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 1j)),))
+    with pytest.raises(InputError, match="an argument of type complex"):
+        fenced._encode("evaluate", torch.fx.GraphModule({}, graph), {})
+    monkeypatch.setattr(fenced, "read_program", lambda *_: SimpleNamespace(evaluate=lambda *_: 1 / 0))
+    with pytest.raises(InputError, match="cannot be traced: with 1 records: ZeroDivisionError"):
+        export(FederatedModel(plain), LINE, torch.float64)
 
 
 def counted(y: Tensor) -> None:

@@ -194,6 +194,10 @@ def test_a_server_that_carries_the_response_cannot_open_it(
         for_me = tell("east", Wanted("north", mine, bytes(64)))
         stolen = _SUITE.decrypt(for_me.sealed, own, digest(b"response-sealed", offer.hash, order, b"north"))
         assert wire.tensors(bytes(stolen), "x")["y"].sum() > 1
+        with pytest.raises(ProtocolError, match="the key of 'north' is none"):
+            tell("east", Wanted("north", bytes(32), bytes(64)))
+        with pytest.raises(ProtocolError, match="another response was sent for this job before"):
+            tell("south", Told(made_up, for_south.signature))
 
 
 @pytest.mark.parametrize("bound", [True, False])
@@ -336,6 +340,9 @@ def test_a_job_is_matched_once_whatever_became_of_its_folder(world: World, tmp_p
             site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
             assert (site._job._matching is None) is (again and gone)  # type: ignore[union-attr]
             assert site._stand().phase == "joining"  # for who asks how it stands before people are known
+            if again and gone:
+                with pytest.raises(ProtocolError, match="what it evaluated for them is gone: a new job is needed"):
+                    site.handle(offer.job, MATCH)
         if gone:
             shutil.rmtree(home.state_folder)
 
@@ -786,6 +793,47 @@ def test_a_response_at_a_silo_cannot_be_tried_by_its_digest(world: World, tmp_pa
     one, other = (save({**labels, "salt": torch.full((32,), at, dtype=torch.uint8)}) for at in (1, 2))
     assert hashlib.sha256(one).digest() != hashlib.sha256(other).digest()
     assert torch.equal(read(content=one, salted=True).y, read(content=other, salted=True).y)
+    with pytest.raises(ProtocolError, match="the response is not of 2 people"):
+        read(content=one, salted=True, people=2)
+    with pytest.raises(ProtocolError, match="a Bernoulli response holds only 0 and 1"):
+        read(content=save({**labels, "y": 2 * labels["y"]}))
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_a_silo_that_says_to_have_learned_another_response_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    """Before the session is bound to it. The control learns what it was told."""
+    columns, offer, home = holding(ColumnsJob(world, tmp_path, False, algorithm=SHARED))
+    monkeypatch.setattr(columns, "_sorted", lambda *_: (bytes(32), np.arange(PEOPLE)))
+
+    def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        told = {s: CODEC.unpack(m[1:], Known).response + (b"x" if another and s == "north" else b"")
+                for s, m in messages.items()}  # fmt: skip
+        return {s: CODEC.pack(Learned(hashlib.sha256(content).digest())) for s, content in told.items()}
+
+    with pytest.raises(ProtocolError, match="'north' has learned another response") if another else nullcontext():
+        columns.agreed({}, offer, home, tmp_path, exchange)
+    assert (tmp_path / "told").exists() is not another
+
+
+def test_a_servers_own_file_in_no_order_is_named(world: World, tmp_path: Path) -> None:
+    job = ColumnsJob(world, tmp_path, False)
+    first, *rows = job.files["response"].read_text().splitlines()
+    job.files["response"].write_text("\n".join([first, *reversed(rows)]) + "\n")
+    columns, offer, home = holding(job)
+    with pytest.raises(InputError, match=r"response.data: .*39 stand before a smaller one"):
+        columns.agreed({}, offer, home, tmp_path, lambda _: {})
+
+
+def test_a_predictor_is_that_which_the_job_began_with(tmp_path: Path) -> None:
+    """A site's own program, of which nobody else has a hash. The control: put back, the job goes on."""
+    program, job = tmp_path / "own.py", SimpleNamespace(folder=tmp_path, home=SimpleNamespace(id="north"))
+    for text, same in (("1", True), ("1", True), ("2", False), ("1", True)):
+        program.write_text(text)
+        refused = pytest.raises(PolicyError, match="its predictor is not that which the job began with")
+        with nullcontext() if same else refused:
+            SiteColumns._check_predictor(job, f"{program}:effect")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("told", ["alike", "apart"])
@@ -820,6 +868,8 @@ def test_nothing_is_told_of_a_response_before_it_is_known_of_whom(world: World, 
         wanted = KNOWN + CODEC.pack(Wanted("north", bytes(32), bytes(64)))
         with pytest.raises(ProtocolError, match="not known yet, and so not whose response it is"):
             site.handle(offer.job, wanted)
+        with pytest.raises(ProtocolError, match="who the people are, or their response, is not known yet"):
+            site.handle(offer.job, ROUND)
 
 
 @pytest.mark.parametrize("at", [{}, AT_SILO], ids=["server", "silo"])

@@ -298,6 +298,19 @@ def test_a_log_begun_anew_under_a_key_that_never_was(
             return
         with pytest.raises(ProtocolError, match=r"'hub' states records under key .*, which did not follow"):
             meet(met, log=second)
+
+
+def test_an_identity_that_followed_one_follows_no_other(
+    met: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a site that has no roster of before, which would say whom it followed. The control: the same again."""
+    monkeypatch.setattr(Home, "accepted_rosters", lambda _: iter(()))
+    hub, first, file = met.homes["hub"].identity(), Identity(), tmp_path / "hub.succession.toml"
+    for before in (first, first, Identity()):
+        file.write_bytes(succeed("hub", before, hub, NOW))
+        refused = pytest.raises(ProtocolError, match="'hub' was somebody else before; one of the two is forged")
+        with nullcontext() if before is first else refused:
+            install(met.homes["north"], file, NOW)
     monkeypatch.undo()
     meet(met)
 

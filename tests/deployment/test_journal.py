@@ -155,6 +155,17 @@ def test_a_journal_with_a_gap_is_refused(gone: str) -> None:
         _started(disk)
 
 
+def test_a_journal_beside_a_state_that_nothing_was_asked_of_is_refused() -> None:
+    """The state was restored from the copy of a silo that had answered nothing. The control is its own state."""
+    disk = Disk()
+    _played(disk, {})
+    _started(disk)
+    fields = msgpack.unpackb(disk._slots["party/state"], strict_map_key=False)
+    disk._slots["party/state"] = msgpack.packb([*fields[:4], -1, b""])
+    with pytest.raises(InputError, match="the silo's journal does not follow its state"):
+        _started(disk)
+
+
 def test_after_a_write_that_failed_the_state_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """What of the failed one is on the disk nobody knows, so no record may rest on it; and the answer, asked for again,
     does not leave before it is there."""

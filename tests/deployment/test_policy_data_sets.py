@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from secure_fvi.deployment.keeping import TEMPLATE
-from secure_fvi.deployment.policy import read_policy
+from secure_fvi.deployment.policy import check_one_name, read_policy
 from secure_fvi.errors import InputError
 from secure_fvi.runs import wording
 
@@ -32,6 +32,11 @@ def test_no_file_stands_under_two_names(tmp_path: Path, how: str) -> None:
         file.write_text("x\n1\n")
     first = {"id": "asthma", "path": "own.csv", **_BUDGET}
     assert _read(folder, first, {"id": "second", "path": "other.csv"}) == ["asthma", "second"]
+    assert _read(folder, first, {"id": "second", "path": "none.csv"}) == ["asthma", "second"]
+    policy = read_policy(folder / "policy.toml")
+    check_one_name(policy, own, "asthma")
+    with pytest.raises(InputError, match="is read by data set 'asthma', and may not be by 'third'"):
+        check_one_name(policy, own, "third")
     second: dict[str, object] = {"id": "second", "path": "own.csv"}
     if how == "dots":
         second["path"] = f"../{folder.name}/own.csv"

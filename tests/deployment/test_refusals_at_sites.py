@@ -46,7 +46,7 @@ from secure_fvi.deployment.countersigning import open_ledger, open_trail, open_w
 from secure_fvi.deployment.deciding import job_entry
 from secure_fvi.deployment.going import Unfit
 from secure_fvi.deployment.holding import DurableSilo
-from secure_fvi.deployment.home import Home, check_private
+from secure_fvi.deployment.home import Home, _close, check_private
 from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
 from secure_fvi.deployment.keeping import install, sign, write_template
 from secure_fvi.deployment.model_hash import manifest
@@ -113,6 +113,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         write_bytes(tmp_path / "long" / "file", b"")
     with raises(InputError, "cannot write"):
         write_template(tmp_path / "long" / "policy.toml")
+    with raises(InputError, "is open to others than its owner, or cannot be made"):
+        _close(tmp_path / "long" / "folder")
     with raises(InputError, "neither a host name nor an IP address"):
         general_name("a" * 64 + ".org")
     p256, curve = generate_private_key(SECP256R1()), generate_private_key(SECP384R1())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from secure_fvi.deployment import evidence as evidences
 from secure_fvi.deployment.countersigning import open_trail
 from secure_fvi.deployment.deciding import stated_policy
 from secure_fvi.deployment.evidence import Evidence, check_report, sign_report, write_evidence
+from secure_fvi.deployment.serving import RemoteFederation
 from secure_fvi.deployment.trail import Exchange, JobEntry
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.runs.directory import RunDirectory
@@ -150,6 +153,7 @@ def test_who_is_not_the_server_signs_nothing(world: World, report: Path) -> None
         (lambda e: e["logs"]["north"].update(rows=99), "not the one of the report"),
         (lambda e: e["logs"].clear(), "names no log of 'north'"),
         (lambda e: e.update(model="00" * 32), "another model"),
+        (lambda e: e.update(job="two"), "the log of 'north' has not accepted job 'two'"),
         (lambda e: e["policies"].update(north="00" * 32), "another policy of 'north'"),
         (lambda e: e["roster"]["signed_by"].popitem(), "of another roster"),
         (lambda e: None, ""),  # the control
@@ -175,6 +179,47 @@ def test_a_list_of_other_files_is_none(world: World, report: Path) -> None:
     altered(signature, '"result.json"', '"../secret"')
     with pytest.raises(InputError, match="no file of a run"):
         check_report(report, hub.roster(NOW))
+
+
+@pytest.mark.parametrize("gone", ["report.html", "evidence.json"])
+def test_a_signature_covers_page_and_evidence(
+    world: World, report: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    """Else what is read is not what was signed. The control: a signature that lacks another file."""
+    hub = world.homes["hub"]
+    for left_out in (gone, "result.json"):
+        with monkeypatch.context() as patched:
+            patched.setattr(evidences, "REPORT", "result.json" if left_out == "report.html" else "report.html")
+            patched.setattr(evidences, "_FILES", tuple(f for f in evidences._FILES if f != left_out))
+            sign_report(report.parent, hub.roster(NOW), "hub", hub.identity())
+        with nullcontext() if left_out != gone else pytest.raises(ProtocolError, match=f"does not cover {gone}"):
+            check_report(report, hub.roster(NOW))
+
+
+def test_what_is_not_there_or_is_no_statement_is_not_signed(world: World, report: Path) -> None:
+    hub = world.homes["hub"]
+    page, stated = report.read_bytes(), (report.parent / "evidence.json").read_text()
+    report.unlink()
+    with pytest.raises(InputError, match=r"cannot read '.*report.html'"):
+        sign_report(report.parent, hub.roster(NOW), "hub", hub.identity())
+    report.write_bytes(page)
+    (report.parent / "evidence.json").write_text("{}")
+    with pytest.raises(InputError, match="is not what a server states of a job that has ended"):
+        sign_report(report.parent, hub.roster(NOW), "hub", hub.identity())
+    (report.parent / "evidence.json").write_text(stated)
+    sign_report(report.parent, hub.roster(NOW), "hub", hub.identity())
+
+
+def test_under_a_roster_that_was_never_in_force_nothing_is_signed(world: World, report: Path) -> None:
+    """As in a folder that was brought from another server. The control is the roster of the job."""
+    hub = world.homes["hub"]
+    (report.parent / "report.sig").unlink()
+    for roster in ("00" * 32, hub.roster(NOW).hash.hex()):
+        folder = SimpleNamespace(path=report.parent, read_run=lambda roster=roster: {"roster": roster})
+        refused = pytest.raises(InputError, match=r"under which the job in .* ran, was in force here no more")
+        with refused if roster == "00" * 32 else nullcontext():
+            RemoteFederation.seal(SimpleNamespace(home=hub), folder)  # type: ignore[arg-type]
+        assert (report.parent / "report.sig").exists() == (roster != "00" * 32)
 
 
 @pytest.mark.slow

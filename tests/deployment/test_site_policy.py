@@ -18,12 +18,13 @@ from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.building import declared_job
 from secure_fvi.deployment import deciding
+from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry, logged_policy
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.keeping import write_template
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.policy import SitePolicy, read_policy
+from secure_fvi.deployment.policy import ModelRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check, check_terms, unjudged
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.deployment.trail_verify import rows, verify
@@ -35,7 +36,7 @@ from secure_fvi.privacy.report import read_report
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import ALGORITHMS, Algorithm, Config, build, named, parse
+from secure_fvi.runs.config import ALGORITHMS, Algorithm, Config, Model, build, named, parse
 
 MODEL = """
 import pyro
@@ -603,6 +604,15 @@ def test_a_policy_that_others_may_edit_is_refused(site: Site) -> None:
         ({"privacy": {"dp": "never"}}, "privacy"),
         ({"data": [{"id": "a", "epsilon": 1.0}]}, "a budget needs both epsilon and delta"),
         ({"data": [{"id": "a", "response": ["died"]}]}, "of a vertical job, which needs the path of a table"),
+        ({"data": [{"id": "a", "path": "a.csv", "missing": "drop"}]}, "query, tables, columns and missing need a dict"),
+        ({"data": [{"id": "a", "dictionary": "d.toml"}]}, "a dictionary needs the path of a table"),
+        (
+            {"data": [{"id": "a", "path": "a.csv", "dictionary": "d.toml", "alignment": {"column": "person"}}]},
+            "a vertical job reads numbers and ids, and no dictionary",
+        ),
+        ({"model": [{"hash": "00" * 32, "formula": "y ~ 1"}]}, "agreed to by its hash, or by its formula"),
+        ({"model": [{"formula": "y ~ 1", "function": "own.py:f"}]}, "a formula has no function"),
+        ({"model": [{"hash": "00" * 32, "record": "row"}]}, "family, record, most and priors belong to a formula"),
         ({"data": [{"id": "a"}, {"id": "a"}]}, "data set 'a' stands twice"),
         (
             {"data": [{"id": n, "from_job": ["partition"]} for n in "ab"]},
@@ -615,6 +625,14 @@ def test_a_mistake_in_the_policy_is_named(site: Site, changes: dict[str, Any], s
     with pytest.raises(InputError) as caught:
         site.policy(**changes)
     assert says in str(caught.value)
+
+
+def test_who_agreed_to_a_hash_agreed_to_no_formula() -> None:
+    """The control is the formula itself."""
+    asked = Model(formula="y ~ 1", dictionary="d.toml")
+    assert not ModelRule(hash="00" * 32).allows(asked)
+    assert not ModelRule(formula="any").allows(Model(program="six-cities"))
+    assert ModelRule(formula="y  ~ 1").allows(asked)
 
 
 def test_losses_and_differences_are_none_where_the_file_is_silent(site: Site) -> None:
@@ -637,6 +655,18 @@ def test_every_rule_must_stand_in_the_file(site: Site) -> None:
 def test_no_policy_is_no_permission(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read the policy"):
         read_policy(tmp_path / "policy.toml")
+
+
+def test_of_two_servers_the_first_is_listened_to(site: Site, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's offer, right as it is, is not the first's to hand on. The control: where it is the first."""
+    home, hub = world.homes["north"], site.roster.member("hub")
+    site.policy()
+    for first in ("relay", "hub"):
+        servers = (hub.model_copy(update={"id": first}), hub)
+        monkeypatch.setattr(ConsortiumRoster, "of_role", lambda *_, servers=servers: servers)
+        refused = pytest.raises(ProtocolError, match="offer of 'hub', where 'relay' is the server that is listened to")
+        with nullcontext() if first == "hub" else refused, closing(open_trail(home)) as trail:
+            decide(home, sign_offer(site.offer(), world.homes["hub"].identity()), trail, NOW, met=True)
 
 
 def test_an_offer_that_meets_a_fault_of_ours_has_its_row_too(
