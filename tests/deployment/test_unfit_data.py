@@ -3,6 +3,7 @@ answered to its end, and the site's own people are told. The server is a lying o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -149,6 +150,19 @@ def right(first_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def same(right: Seen, wrong: Seen) -> bool:
     """Whether a server can tell the two by what it sees, noise aside."""
     return right[:3] == wrong[:3]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_records_of_another_schema_than_is_known_without_them_are_nobodys(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    """The site's schema would tell of its records, without noise; it is told alone. The control has the one known."""
+    study, count = Study(world, tmp_path / "job", PRIVACY["record"]), itertools.count()
+    if not same:
+        monkeypatch.setattr(site_job, "schema_digest", lambda _: next(count))
+    study.join()
+    told = [path.read_text() for path in (study.home.state_folder / "jobs").glob("*/unfit")]
+    assert ["its records say another schema" in text for text in told] == ([] if same else [True])
 
 
 @pytest.mark.parametrize(
