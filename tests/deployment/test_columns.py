@@ -44,6 +44,7 @@ from safetensors.torch import load_file, save
 
 from secure_fvi import columns as columns_in_process
 from secure_fvi import wire
+from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.prg import digest
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.vertical.steps import Response
@@ -345,6 +346,12 @@ def test_a_job_is_matched_once_whatever_became_of_its_folder(world: World, tmp_p
                     site.handle(offer.job, MATCH)
         if gone:
             shutil.rmtree(home.state_folder)
+    if not gone:
+        (home.state_folder / "jobs" / offer.job / "predictor").write_bytes(b"another")
+        with closing(Site(home, Local())) as site:
+            met(hub, site)
+            with pytest.raises(PolicyError, match="its predictor is not that which the job began with"):
+                site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
 
 
 def test_explain_says_how_many_identifiers_all_others_test(world: World, tmp_path: Path) -> None:
@@ -826,6 +833,40 @@ def test_a_servers_own_file_in_no_order_is_named(world: World, tmp_path: Path) -
         columns.agreed({}, offer, home, tmp_path, lambda _: {})
 
 
+def test_sums_that_lack_a_silo_are_of_no_vertical_job(world: World, tmp_path: Path) -> None:
+    """Nobody is predicted without one silo's columns: refused by the server, and by a silo that is offered them."""
+    job = ColumnsJob(world, tmp_path, False)
+    algorithm, whole, _ = chosen(job.config)
+    lacking = Masked(max_missing=1)
+    with pytest.raises(InputError, match="a sum that lacks one silo's columns predicts nobody"):
+        ServerColumns(job.config, algorithm, lacking)
+    assert ServerColumns(job.config, algorithm, whole)  # the control
+    silo = SimpleNamespace(home=None, decision=SimpleNamespace(offer=None), _chosen=(algorithm, lacking, None))
+    with pytest.raises(InputError, match="a sum that lacks one silo's columns predicts nobody"):
+        SiteColumns._build(silo, job.config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_a_predictor_that_mixes_this_silos_rows_is_its_sites_to_hear_of(
+    world: World, tmp_path: Path, coupled: bool
+) -> None:
+    """What only its own rows show, negative numbers here: one person's sum would be of others. The control does not."""
+    program = tmp_path / "own.py"
+    program.write_text(
+        "import pyro\nfrom pyro.distributions import Normal\n\n\ndef effect(a):\n    return (a + "
+        f"{'(a < 0).double().sum()' if coupled else '0.0'}) * pyro.sample('slope', Normal(0.0, 2.0))\n"
+    )
+    job, hub, own = ColumnsJob(world, tmp_path), world.homes["hub"], {"predictor": f"{program}:effect"}
+    silos = tuple(s.model_copy(update=own if s.id == "north" else {}) for s in job.config.silo)
+    job.config = job.config.model_copy(update={"silo": silos})
+    job.allow("north", own, sandbox="off")
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+    with closing(Site(world.homes["north"], Local())) as site:
+        met(hub, site)
+        with pytest.raises(DataError, match=r"predictor: in .* rows looked at") if coupled else nullcontext():
+            site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
+
+
 def test_a_predictor_is_that_which_the_job_began_with(tmp_path: Path) -> None:
     """A site's own program, of which nobody else has a hash. The control: put back, the job goes on."""
     program, job = tmp_path / "own.py", SimpleNamespace(folder=tmp_path, home=SimpleNamespace(id="north"))
@@ -870,6 +911,8 @@ def test_nothing_is_told_of_a_response_before_it_is_known_of_whom(world: World, 
             site.handle(offer.job, wanted)
         with pytest.raises(ProtocolError, match="who the people are, or their response, is not known yet"):
             site.handle(offer.job, ROUND)
+        with pytest.raises(ProtocolError, match="who the people are, or their response, is not known yet"):
+            site._job.end(0, b"")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("at", [{}, AT_SILO], ids=["server", "silo"])
@@ -1047,7 +1090,9 @@ def test_a_server_tells_of_a_response_what_its_policy_and_ledger_allow(world: Wo
         assert f"which has a budget of epsilon 1, and algorithm.response = '{response}'" in said(one)
 
 
-def test_what_a_server_releases_of_a_response_is_charged_once(world: World, tmp_path: Path) -> None:
+def test_what_a_server_releases_of_a_response_is_charged_once(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Charged on disk before it is there; after a crash the same numbers under the same sum are the same bytes, and
     free, and other numbers are refused. The control: with noise made anew the bytes differ. A ledger from a backup, or
     that is gone, is refused, and so is a job past the budget, or of few people."""
@@ -1111,6 +1156,11 @@ def test_what_a_server_releases_of_a_response_is_charged_once(world: World, tmp_
         columns.guard(few, offer, home, folder, trail)
     guarding(job, {"epsilon": 9.0, "delta": 1e-4})
     columns.check_allowed(offer, home)
+    with monkeypatch.context() as patched:
+        floor = columns._policy.privacy.model_copy(update={"min_noise_multiplier": 1000.0})  # type: ignore[union-attr]
+        patched.setattr(columns._policy, "privacy", floor)
+        with pytest.raises(PolicyError, match="at least 1000"):
+            columns.guard(problem, dataclasses.replace(offer, job="two"), home, tmp_path, trail)
     with pytest.raises(BudgetError, match="silo 'hub' refuses"):
         columns.guard(problem, dataclasses.replace(offer, job="two"), home, tmp_path, trail)
 

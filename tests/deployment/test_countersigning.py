@@ -182,9 +182,10 @@ def test_a_ledger_that_is_gone_is_missed_where_the_server_hides_that_it_saw_one(
 
 
 def test_a_ledger_that_is_gone_is_missed(met: World) -> None:
-    for path in met.homes["south"].path.glob("ledger.sqlite*"):
+    """With what the site itself had seen of it: by the server, which has seen it too."""
+    for path in (*met.homes["south"].path.glob("ledger.sqlite*"), *met.homes["south"].path.glob(f"{SEEN}*")):
         path.unlink()
-    with pytest.raises(ProtocolError, match="the ledger of 'south' is gone"):
+    with pytest.raises(ProtocolError, match="the ledger of 'south' is gone: the server has seen one"):
         meet(met)
 
 

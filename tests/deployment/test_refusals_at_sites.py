@@ -50,7 +50,7 @@ from secure_fvi.deployment.home import Home, _close, check_private
 from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
 from secure_fvi.deployment.keeping import install, sign, write_template
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.names import Table, parse_table, read_bytes, write_bytes
+from secure_fvi.deployment.names import Hex32, Table, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.serving import Hub, remote_federation
 from secure_fvi.deployment.session_messages import (
     CODEC,
@@ -103,12 +103,20 @@ def raises(error: type[Exception], what: str) -> Any:
 # Files and names
 
 
+class Hashed(Table):
+    hash: Hex32
+
+
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / "long").write_bytes(b"x" * 11)
     with raises(InputError, "the file '.*' has more than 10 bytes"):
         read_bytes(tmp_path / "long", "the file", 10)
     with raises(InputError, "here: not a TOML file: not UTF-8 text"):
         parse_table(b"a = '\xff'", Table, "here")
+    for text in ("00" * 31, "00" * 33, "0g" * 32, "AA" * 32):
+        with raises(InputError, "must be 64 hexadecimal digits"):
+            parse_table(f"hash = '{text}'".encode(), Hashed, "here")
+    assert parse_table(f"hash = '{'0f' * 32}'".encode(), Hashed, "here").hash == "0f" * 32
     with raises(InputError, "cannot write"):
         write_bytes(tmp_path / "long" / "file", b"")
     with raises(InputError, "cannot write"):
@@ -177,6 +185,29 @@ def test_a_sites_folder(world: World, tmp_path: Path, monkeypatch: pytest.Monkey
     stranger = type("Stat", (), {"st_mode": 0o600, "st_uid": 777})()
     with raises(InputError, "belongs to another user"):
         check_private(type("Path", (), {"stat": lambda self: stranger, "__str__": lambda self: "x"})())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("looked", [True, False])
+def test_a_roster_that_was_checked_ends_when_it_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch, looked: bool
+) -> None:
+    """Files that are unchanged are not read again; the time goes on. The control looks at no clock then."""
+    home = world.homes["north"]
+    home._checked = home._files(), home.roster(NOW), home.identity()
+    if not looked:
+        monkeypatch.setattr(ConsortiumRoster, "check_time", lambda *_: None)
+    with raises(ProtocolError, "expired at") if looked else nullcontext():
+        home.roster(NOW + 4000 * DAY)
+
+
+def test_who_has_no_passphrase_goes_by_the_roster_that_was_accepted(world: World) -> None:
+    """Another of its number, though all have signed it, is not in force. The control is the one accepted."""
+    home = world.homes["north"]
+    assert home.roster_by_public_keys(NOW).hash == home.roster(NOW).hash
+    accepted = home.path / "accepted.json"
+    accepted.write_text(accepted.read_text().replace(home.roster(NOW).hash.hex(), "00" * 32))
+    with raises(ProtocolError, "this site has accepted another roster 1"):
+        home.roster_by_public_keys(NOW)
 
 
 def test_a_roster_in_force_has_this_sites_own_keys_right(world: World) -> None:
