@@ -55,7 +55,10 @@ FOLDERS = {
             "tests/cli/test_budget_plan.py",
         ],
     ),
-    "secure_fvi/deployment": ("secure_fvi.deployment", ["tests/deployment", "tests/cli/test_bad_input.py"]),
+    "secure_fvi/deployment": (
+        "secure_fvi.deployment",
+        ["tests/deployment", "tests/test_exported.py", "tests/cli/test_bad_input.py"],
+    ),
 }
 _REFUSING = re.compile(r"_*(require|refuse|check|verify|forbid|must|expect|ensure|reject)(_|$)")
 _FAULT = re.compile(r"_*fault$")
@@ -315,8 +318,10 @@ class Farm:
 
     def _in_order(self, refusal: Refusal, tests: list[str], reach: dict[str, Any]) -> list[str]:
         """Quick ones first; where many reach a check, those before them in which it has refused something: a raise of
-        the function that is called, a fault that the condition's function finds, or else one of the same module."""
+        the function that is called, a fault that the condition's function finds, or else one of the same module; and
+        then those whose file is called after the module."""
         called = re.match(r"(?:[\w.]*\.)?(\w+)\(", refusal.text) if refusal.kind == "call" else None
+        topic = Path(refusal.file).stem.partition("_")[0]
 
         def key(name: str) -> tuple[int, float]:
             if refusal.kind not in ("call", "condition"):
@@ -326,7 +331,9 @@ class Farm:
                 return 0, reach[name][1]
             if not called and any(f"{refusal.inside}(" in r for r in reach[name][2] if "|fault|" in r):
                 return 0, reach[name][1]
-            return 1 if any(file == refusal.file for file, _ in refused) else 2, reach[name][1]
+            if any(file == refusal.file for file, _ in refused):
+                return 1, reach[name][1]
+            return 2 if topic in Path(name.partition("::")[0]).stem else 3, reach[name][1]
 
         chosen, seconds = [], 0.0
         for name in sorted(tests, key=key)[:MOST_TESTS]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,21 @@ def test_what_a_server_states_wrongly_its_signature_does_not_make_right(
     assert verify(report, "--home", world.homes["north"].path) == (1 if said else 0)
     told = capsys.readouterr()
     assert said in told.err if said else "verified" in told.out
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_log_that_was_altered_vouches_for_nothing(
+    world: World, report: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    """Another policy in a row before the one that the report names. The control reads rows and checks none."""
+    log, other = world.homes["north"].log_file, bytes([6]) * 32
+    with closing(sqlite3.connect(log)) as file, file:
+        for seq, body in file.execute("SELECT seq, body FROM rows").fetchall():
+            file.execute("UPDATE rows SET body = ? WHERE seq = ?", (body.replace(POLICY, other), seq))
+    if not checked:
+        monkeypatch.setattr(evidences, "verify", lambda _: None)
+    with pytest.raises(ProtocolError, match="row") if checked else nullcontext():
+        assert evidences.check_log(evidences._evidence(report.parent), log) == ("north", [other])
 
 
 def test_a_list_of_other_files_is_none(world: World, report: Path) -> None:

@@ -657,6 +657,20 @@ def test_no_policy_is_no_permission(tmp_path: Path) -> None:
         read_policy(tmp_path / "policy.toml")
 
 
+def test_past_the_rows_of_a_day_no_new_job_is_let_in(site: Site, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be answered without a row, by which jobs are counted. The controls: a day with rows left, and a job that
+    was let in before, which goes on."""
+    home, message = world.homes["north"], sign_offer(site.offer(), world.homes["hub"].identity())
+    site.policy()
+    with closing(open_trail(home)) as trail:
+        for full, before in ((True, False), (False, False), (True, True)):
+            monkeypatch.setattr(Trail, "full", property(lambda _, full=full: full))
+            refused = pytest.raises(ProtocolError, match="this site was asked too often today; offer it again tomorrow")
+            with refused if full and not before else nullcontext():
+                decide(home, message, trail, NOW, met=True)
+            assert bool(trail.chain.jobs) is (before or not full)
+
+
 def test_of_two_servers_the_first_is_listened_to(site: Site, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other's offer, right as it is, is not the first's to hand on. The control: where it is the first."""
     home, hub = world.homes["north"], site.roster.member("hub")
