@@ -96,7 +96,7 @@ from secure_fvi.models.vertical_programs import Data, make_data
 from secure_fvi.privacy.gate import Gate, KeptNoise, NoiseSource
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import Alignment, Config, Model, chosen, parse
-from secure_fvi.runs.directory import read_json
+from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi_lab.bench.world import HUB, Parties, allow, posterior
 from secure_fvi_lab.experiments.vertical_poisson import sample
 from secure_fvi_lab.references import sample_nuts
@@ -1073,6 +1073,8 @@ def test_a_server_tells_of_a_response_what_its_policy_and_ledger_allow(world: Wo
     assert "local_steps = 2 is not available under privacy" in said(ColumnsJob(world, tmp_path, False, **steps))
     job = ColumnsJob(world, tmp_path, allow=False, **GUARDED)
     assert "policy init" in said(job)
+    with pytest.raises(InputError, match="policy init"):
+        serving.remote_federation(job.config, world.homes["hub"], RunDirectory(tmp_path / "run"), "127.0.0.1:0")
     guarding(job)
     assert said(job) == ""
     guarding(job, {"path": str(job.files["east"])})

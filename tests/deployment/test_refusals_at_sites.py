@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from deployment_world import DAY, NOW, World
 from fuzzing import opened_job, site_world
 from safetensors.torch import load_file, save
+from test_formula_sites import Study
 
 from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.homomorphic import Homomorphic
@@ -210,13 +211,16 @@ def test_who_has_no_passphrase_goes_by_the_roster_that_was_accepted(world: World
         home.roster_by_public_keys(NOW)
 
 
-def test_a_roster_in_force_has_this_sites_own_keys_right(world: World) -> None:
+def test_a_roster_in_force_has_this_sites_own_keys_right(world: World, tmp_path: Path) -> None:
     """Signed by all and numbered right: a site whose own entry is another's still refuses it."""
     home, key = world.homes["north"], Identity()
     roster = home.roster(NOW)
     changed = {"identity": key.public_key.hex()}
     members = [m if m.id != "north" else m.model_copy(update=changed) for m in roster.members.values()]
     forged = write_roster("study", members, NOW)
+    (tmp_path / "draft.toml").write_bytes(forged.content)
+    with raises(ProtocolError, "the roster names another identity for 'north'"):  # before anybody signs it
+        install(home, tmp_path / "draft.toml", NOW)
     path = home.roster_file(1)
     path.write_bytes(forged.content)
     for name, other in world.homes.items():
@@ -561,9 +565,22 @@ def test_rosters_are_signed_and_accepted_in_their_time_and_order(world: World, t
 # A server
 
 
+def test_a_server_offers_no_formula_that_sites_could_not_agree_on(world: World, tmp_path: Path) -> None:
+    """Before any of them is asked. The control is the study's own job."""
+    study, hub = Study(world, tmp_path), world.homes["hub"]
+    for options in (study.config.model.options, {"priors": {"age": [0.0, 0.5]}}):
+        model = study.config.model.model_copy(update={"options": options})
+        config = study.config.model_copy(update={"model": model})
+        with nullcontext() if "most" in options else raises(InputError, "agreed on beforehand"):
+            remote_federation(config, hub, RunDirectory(tmp_path / "run"), "127.0.0.1:0")
+
+
 def test_a_server_is_one_and_is_the_one_that_was_meant(world: World, tmp_path: Path) -> None:
     with raises(InputError, "is the folder of a silo; a server's is needed here"):
         remote_federation(parse(CONFIG, "test"), world.homes["north"], RunDirectory(tmp_path / "run"), "127.0.0.1:0")
+    lossy = {**CONFIG, "aggregation": {"kind": "masked"}, "engine": {"kind": "direct", "on_loss": "drop"}}
+    with raises(InputError, "engine.on_loss = 'drop': no sum of this job may lack a silo"):
+        remote_federation(parse(lossy, "test"), world.homes["hub"], RunDirectory(tmp_path / "run"), "127.0.0.1:0")
     pem = pem_of(world.homes["hub"].certificate())
     dials = {name: client_of(world.homes["north"], "127.0.0.1:1", name, lambda *_: b"") for name in ("hub", "other")}
     dials["hub"]._check_server(pem)
