@@ -1,9 +1,10 @@
 """Models that nobody here wrote, made-up ones that are known for trouble, and their exact posteriors.
 
-`python -m secure_fvi_lab.posteriors.gallery` computes `exact.json` again: means and sds of the pooled posterior, by
-quadrature (a minute). The log density there is Pyro's own, of the program as it stands, or, where records have
-latents, of `marginal`, the same model with those integrated out; none of it is this package's. Posteriordb's data and
-the moments of its reference draws are in `posteriordb.json` (`diamonds.json`: 400 of its rows, to five digits).
+`python -m secure_fvi_lab.posteriors.gallery` computes `exact.json` again, means and sds of the pooled posterior by
+quadrature, and `quantiles.json`, of some, by weighted draws (minutes). The log density there is Pyro's own, of the
+program as it stands, or, where records have latents, of `marginal`, the same model with those integrated out; none of
+it is this package's. Posteriordb's data and the moments of its reference draws are in `posteriordb.json`
+(`diamonds.json`: 400 of its rows, to five digits).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
+import secure_fvi as sf
+
 HERE = Path(__file__).parent
 POSTERIORDB: dict[str, Any] = json.loads((HERE / "posteriordb.json").read_text())["posteriors"]
 _FLAT = 1e4  # sd of what is flat in the Stan programs, a hundred times any posterior sd there
@@ -34,7 +37,7 @@ class Entry(NamedTuple):
     nodes: of the quadrature, a dimension; 0: a grid, where the posterior is nowhere near normal. stated: moments of
     reference draws in `posteriordb.json`."""
 
-    program: Program
+    program: Program | sf.FederatedModel
     rows: Rows
     deal: list[Tensor]
     marginal: Program | None = None
@@ -45,6 +48,13 @@ class Entry(NamedTuple):
     @property
     def silos(self) -> list[Rows]:
         return [{name: value[part] for name, value in self.rows.items()} for part in self.deal]
+
+    @property
+    def pooled(self) -> Program:
+        """The program of all records together, without latents that are not everybody's."""
+        if self.marginal is not None:
+            return self.marginal
+        return self.program.fn if isinstance(self.program, sf.FederatedModel) else self.program
 
 
 # ---- programs ----
@@ -96,6 +106,36 @@ def _schools_marginal(y: Tensor, sigma: Tensor) -> None:
     mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
     tau = pyro.sample("tau", dist.HalfCauchy(5.0))
     pyro.sample("y", dist.Normal(mu, (tau**2 + sigma**2).sqrt()).to_event(1), obs=y)
+
+
+def _counties(floor: Tensor, y: Tensor, present: Tensor) -> None:
+    """A record is a county with its houses, of any number."""
+    mu, slope = pyro.sample("mu", dist.Normal(0.0, 10.0)), pyro.sample("slope", dist.Normal(0.0, 10.0))
+    tau, sigma = pyro.sample("tau", dist.HalfNormal(1.0)), pyro.sample("sigma", dist.HalfNormal(1.0))
+    with pyro.plate("counties", len(y)):
+        own = pyro.sample("own", dist.Normal(mu, tau))
+        mean = own[..., None] + slope * floor
+        pyro.sample("y", dist.Normal(mean, sigma).mask(present > 0).to_event(1), obs=y)
+
+
+def _county(county: Tensor, floor: Tensor, y: Tensor) -> None:
+    """Of a silo that is one of them."""
+    mu, slope = pyro.sample("mu", dist.Normal(0.0, 10.0)), pyro.sample("slope", dist.Normal(0.0, 10.0))
+    tau, sigma = pyro.sample("tau", dist.HalfNormal(1.0)), pyro.sample("sigma", dist.HalfNormal(1.0))
+    own = pyro.sample("own", dist.Normal(mu, tau))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(own + slope * floor, sigma), obs=y)
+
+
+def _counties_marginal(county: Tensor, floor: Tensor, y: Tensor) -> None:
+    mu, slope = pyro.sample("mu", dist.Normal(0.0, 10.0)), pyro.sample("slope", dist.Normal(0.0, 10.0))
+    tau, sigma = pyro.sample("tau", dist.HalfNormal(1.0)), pyro.sample("sigma", dist.HalfNormal(1.0))
+    which = torch.nn.functional.one_hot(county.long() - 1).double()
+    n, left = which.sum(0), y - mu - slope * floor
+    total, square = left @ which, left.square().sum()
+    shrunk = (total.square() / (n + (sigma / tau) ** 2)).sum()
+    log_det = (1 + n * (tau / sigma) ** 2).log().sum()
+    pyro.factor("y", -len(y) * sigma.log() - 0.5 * log_det - 0.5 * (square - shrunk) / sigma**2)
 
 
 def _funnel(y: Tensor) -> None:
@@ -467,6 +507,7 @@ def _nes() -> Rows:
 def _radon(counties: int) -> Rows:
     """Intercepts of the first counties, and floor: posteriordb's radon_county_intercept, reduced."""
     d = _db("radon_mn")
+    d = {name: value[d["county_idx"] <= counties] for name, value in d.items()}
     county = torch.nn.functional.one_hot(d["county_idx"].long() - 1, counties).double()
     return {"x": torch.cat([county, d["floor_measure"][:, None]], 1), "y": d["log_radon"]}
 
@@ -551,6 +592,20 @@ def _entries() -> dict[str, Entry]:
         "poisson GLMM": Entry(_poisson_glmm, counts, _sizes(14, 13, 13), _poisson_glmm_marginal, 9, "glmm_poisson"),
         "normal mixture, cut by value": Entry(_mixture, mixture, _cut(mixture["y"], 3), None, 9),
     }
+    d, grouped = _db("radon_mn"), sf.FederatedModel(_counties, "counties", group="county", most_rows=116)
+    single = sf.FederatedModel(_county, "r", silo_sites=("own",))
+    homes = {"county": d["county_idx"], "floor": d["floor_measure"], "y": d["log_radon"]}
+    for name, program, silos in (
+        ("radon, 85 counties in 8 silos", grouped, 8), ("radon, a silo a county", single, 85)
+    ):  # fmt: skip
+        deal = [torch.nonzero((d["county_idx"] - 1) % silos == j)[:, 0] for j in range(silos)]
+        made[name] = Entry(program, homes, deal, _counties_marginal, 12)
+    sizes = (5 + (7 * torch.arange(200)) % 26).tolist()
+    _, x = _made(13, sum(sizes), 3)
+    y = _random(82, dist.Bernoulli(logits=x @ torch.tensor([-0.5, 0.7, 0.3]).double()))
+    made["200 silos of 5 to 30"] = Entry(
+        _glm(lambda eta, _: dist.Bernoulli(logits=eta)), {"x": x, "y": y}, _sizes(*sizes), nodes=12
+    )
     from secure_fvi.models.six_cities import six_cities
 
     cities = _six_cities()
@@ -706,7 +761,7 @@ def _in_double() -> dict[str, Entry]:
 
 
 ENTRIES = _in_double()
-_EXACT = HERE / "exact.json"
+_EXACT, _QUANTILES = HERE / "exact.json", HERE / "quantiles.json"
 
 
 def reference(name: str) -> dict[str, tuple[Tensor, Tensor]]:
@@ -718,6 +773,12 @@ def reference(name: str) -> dict[str, tuple[Tensor, Tensor]]:
         kept = json.loads(_EXACT.read_text())[name]
     double = functools.partial(torch.tensor, dtype=torch.float64)
     return {site: (double(m["mean"]), double(m["sd"])) for site, m in kept.items()}
+
+
+def quantiles(name: str) -> Moments:
+    """5 and 95% quantiles by site, of `WITH_QUANTILES`."""
+    kept, double = json.loads(_QUANTILES.read_text())[name], functools.partial(torch.tensor, dtype=torch.float64)
+    return {site: (double(low), double(high)) for site, (low, high) in kept.items()}
 
 
 def wrong_by(name: str, found: Mapping[str, Any]) -> tuple[float, float, float]:
@@ -734,6 +795,11 @@ def wrong_by(name: str, found: Mapping[str, Any]) -> tuple[float, float, float]:
 # ---- exact moments ----
 
 Moments = dict[str, tuple[Tensor, Tensor]]  # mean and sd by site
+#: Of these the 5 and 95% quantiles are kept as well.
+WITH_QUANTILES = (
+    "eight schools", "eight schools, centred", "normal mixture, cut by value", "surgical", "poisson GLMM",
+    "six cities, 10 silos",
+)  # fmt: skip
 
 
 def _hermite(count: int) -> tuple[Tensor, Tensor]:
@@ -770,9 +836,20 @@ def _linear_moments(rows: Rows, width: float, scale: float) -> Moments:
     return {"beta": (beta / unit, sd / unit), "sigma": (sigma, (weight @ logs.exp() ** 2 - sigma**2).sqrt())}
 
 
-def _quadrature(program: Program, rows: Rows, nodes: int) -> Moments:
-    """Gauss-Hermite in whitened unconstrained coordinates around the mode; over a fine grid in one dimension, and, with
-    `nodes` 0, in two."""
+class _Density(NamedTuple):
+    """A program's, of all records, at unconstrained z (d,)."""
+
+    unpack: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+    log_joint: Callable[[Tensor], Tensor]
+    d: int
+
+    def around(self) -> tuple[Tensor, Tensor]:
+        """The mode (d,) and the root of the inverse curvature there."""
+        mode = _mode(self.log_joint, self.d)
+        return mode, torch.linalg.cholesky(torch.linalg.inv(-torch.func.hessian(self.log_joint)(mode)))
+
+
+def _density(program: Program, rows: Rows) -> _Density:
     with torch.random.fork_rng():
         trace = pyro.poutine.trace(program).get_trace(**rows)
     sites = {
@@ -795,14 +872,20 @@ def _quadrature(program: Program, rows: Rows, nodes: int) -> Moments:
         values, log_det = unpack(z)
         return pyro.poutine.trace(pyro.poutine.condition(program, values)).get_trace(**rows).log_prob_sum() + log_det
 
-    d = sum(sizes)
+    return _Density(unpack, log_joint, sum(sizes))
+
+
+def _quadrature(program: Program, rows: Rows, nodes: int) -> Moments:
+    """Gauss-Hermite in whitened unconstrained coordinates around the mode; over a fine grid in one dimension, and, with
+    `nodes` 0, in two."""
+    density = _density(program, rows)
+    unpack, log_joint, d = density
     if d == 1 or not nodes:
         axis = torch.linspace(-12, 12, {1: 4801, 2: 961}[d]).double()
         z = torch.cartesian_prod(*[axis] * d).reshape(-1, d)
         log_w = torch.func.vmap(log_joint, chunk_size=20_000)(z).detach()
     else:
-        mode = _mode(log_joint, d)
-        factor = torch.linalg.cholesky(torch.linalg.inv(-torch.func.hessian(log_joint)(mode)))
+        mode, factor = density.around()
         node, weight = _hermite(nodes)
         keep = weight > 1e-22
         node, weight = node[keep], weight[keep].log()
@@ -819,6 +902,31 @@ def _quadrature(program: Program, rows: Rows, nodes: int) -> Moments:
     for name, value in values.items():
         mean = torch.tensordot(share, value, 1)
         found[name] = mean, (torch.tensordot(share, value**2, 1) - mean**2).sqrt()
+    return found
+
+
+def _tail_points(program: Program, rows: Rows, draws: int = 200_000) -> Moments:
+    """5 and 95% quantiles by site, of draws of a Student-t around the mode, weighed by the posterior. Standard errors
+    are some .01 posterior sds."""
+    density = _density(program, rows)
+    mode, factor = density.around()
+    z, log_w = list[Tensor](), list[Tensor]()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        drawn = dist.MultivariateStudentT(4.0, mode, 1.4 * factor)
+        for _ in range(draws // 20_000):
+            z.append(drawn.sample((20_000,)))
+            log_w.append(torch.func.vmap(density.log_joint, chunk_size=500)(z[-1]).detach() - drawn.log_prob(z[-1]))
+    share = torch.cat(log_w).nan_to_num(-math.inf).softmax(0)
+    values, found = (
+        torch.func.vmap(lambda one: density.unpack(one)[0])(torch.cat(z)),
+        dict[str, tuple[Tensor, Tensor]](),
+    )
+    for name, value in values.items():
+        ordered, order = value.reshape(len(share), -1).sort(0)
+        below = share[order].cumsum(0)
+        low, high = (ordered.gather(0, (below < p).sum(0, keepdim=True))[0] for p in (0.05, 0.95))
+        found[name] = low.reshape(value.shape[1:]), high.reshape(value.shape[1:])
     return found
 
 
@@ -842,7 +950,7 @@ def exact(name: str) -> Moments:
     with pyro.validation_enabled(False):
         if entry.linear:
             return _linear_moments(entry.rows, *entry.linear)
-        return _quadrature(entry.marginal or entry.program, entry.rows, entry.nodes)
+        return _quadrature(entry.pooled, entry.rows, entry.nodes)
 
 
 if __name__ == "__main__":
@@ -852,3 +960,9 @@ if __name__ == "__main__":
         if not value.stated:
             table[key] = {site: {"mean": m.tolist(), "sd": s.tolist()} for site, (m, s) in exact(key).items()}
     _EXACT.write_text(json.dumps(table, indent=1) + "\n")
+    points = {}
+    with pyro.validation_enabled(False):
+        for key in WITH_QUANTILES:
+            of_sites = _tail_points(ENTRIES[key].pooled, ENTRIES[key].rows)
+            points[key] = {site: [low.tolist(), high.tolist()] for site, (low, high) in of_sites.items()}
+    _QUANTILES.write_text(json.dumps(points, indent=1) + "\n")
