@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from command_line import CommandLine
+from scipy.stats import chisquare
 
 import secure_fvi as sf
-from secure_fvi_lab.bench import batch, posteriors
+from secure_fvi_lab.bench import batch, calibration, posteriors
 
 
 @pytest.mark.slow
@@ -89,6 +90,40 @@ def test_bench_posteriors_counts_what_is_silently_wrong() -> None:
     first, second, *_ = posteriors.lines(found)
     assert first == "2 of 4 converged, 1 of these within 0.1 sds and 10%; 1 silently wrong (over .2 sds or 15%)"
     assert second == "medians: 20 exchanges, 3.0 s"
+    for row in rows.values():
+        row["NUTS"] = {**wrong, "error": 0.01, "seconds": 6.0}
+    rows["d"].pop("NUTS")
+    (beside,) = [line for line in posteriors.lines(found) if line.startswith("NUTS")]
+    assert (
+        beside
+        == "NUTS: 3 of 3 within 0.1 sds and 10%, 6.0 s at the median; ours of these 3.0 s, and 0.50 times as long"
+    )
+
+
+@pytest.mark.parametrize("width", [1.0, 1.5])
+def test_bench_calibration_calls_off_draws_that_are_too_narrow(width: float) -> None:
+    """The control is ranks among draws as wide as what they are ranked with. 300 fits; a fixed seed, for which ranks
+    that are right are called off in one of a hundred."""
+    rng = torch.Generator().manual_seed(0)
+    true = width * torch.randn(300, 1, generator=rng)
+    ranks = (torch.randn(300, calibration.DRAWS, generator=rng) < true).sum(1).tolist()
+    counts = calibration.counted(ranks)
+    assert sum(counts) == 300
+    assert len(counts) == calibration.BINS
+    p = float(chisquare(counts).pvalue)
+    assert calibration.off_of({"a": p, "b": 0.5}) == (["a"] if width > 1 else [])
+
+
+@pytest.mark.slow
+def test_bench_calibration_ranks_what_made_the_data(cli: CommandLine) -> None:
+    answer = cli("bench", "calibration", "--json", "--sets", "10", "--model", "mean and sd")
+    assert answer.code == 0, answer.err
+    (row,) = json.loads(answer.out)["models"].values()
+    assert {len(row["ranks"][n]) for n in ("mu", "sigma")} == {10 - len(row["refused"])}
+    assert row["converged"] >= 8
+    refused = cli("bench", "calibration", "--model", "mean")
+    assert refused.code != 0
+    assert "no model 'mean'" in refused.err
 
 
 @pytest.mark.slow

@@ -236,6 +236,17 @@ def posteriors(names: tuple[str, ...], peers: bool, quick: bool) -> Finding:
     return measure(names, peers, quick, functools.partial(click.echo, err=True)), lines
 
 
+@_measuring("calibration")
+@click.option("--model", "names", multiple=True, help="All four by default.")
+@click.option("--sets", type=click.IntRange(10), default=100, show_default=True, help="Data sets of a model.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+def calibration(names: tuple[str, ...], sets: int, seed: int) -> Finding:
+    """Whether true values are ranked evenly among draws of fits to data that they made. Half an hour."""
+    from secure_fvi_lab.bench.calibration import lines, measure
+
+    return measure(names, sets, seed, functools.partial(click.echo, err=True)), lines
+
+
 @_measuring("glmm")
 @click.option("--family", "families", multiple=True, help="Of sf.glmm; all by default, and a design is timed too.")
 @click.option("--sites", multiple=True, type=click.IntRange(3), help="Numbers of sites; 3, 10 and 40 by default.")
