@@ -479,10 +479,13 @@ def check_aligned(columns: Iterable[Any], where: str = "") -> None:
 
 def check_repeats(rows: Mapping[str, Tensor], silo: str, named: Iterable[str] | None = None) -> None:
     """Refuse a silo's records, without ids of their own, of which every one occurs several times: a file joined to
-    itself. Only where measured numbers, with fractions, say that it is no coincidence, and records are no groups of
-    rows, which a column of the table names. named: the columns that they were made of, as their owner knows them; with
-    `record_id` among them, whose cells differ, records are not looked at."""
-    if ("present" in rows and rows["present"].shape[1:] > (1,)) or _RECORD_ID in (named or ()):
+    itself. Only where measured numbers, with fractions, say that it is no coincidence. Of records that are groups of
+    rows, their rows are looked at (`_check_rows_of_groups`). named: the columns that they were made of, as their owner
+    knows them; with `record_id` among them, whose cells differ, records are not looked at."""
+    if "present" in rows and rows["present"].shape[1:] > (1,):
+        _check_rows_of_groups(rows, silo, named)
+        return
+    if _RECORD_ID in (named or ()):
         return
     columns = [value.reshape(len(value), -1).double() for value in rows.values()]
     if not any(bool((column % 1 != 0).any()) for column in columns):
@@ -536,3 +539,36 @@ def cohort_digest(rows: Mapping[str, Tensor | npt.NDArray[Any]], key: bytes = b"
     total = hashlib.blake2b(repr((form, count)).encode(), digest_size=32, key=key, person=b"fvi cohort/1")
     total.update(b"".join(sorted(digests)))
     return total.digest()
+
+
+def _check_rows_of_groups(rows: Mapping[str, Tensor], silo: str, named: Iterable[str] | None) -> None:
+    """Of records that are groups of rows: refuse rows of which every one stands several times in its group, where a
+    number with fractions that differs within groups says that it is no coincidence; warn of some, where the response,
+    `y`, is such a number."""
+    here = rows["present"] > 0
+    inner = {name: v for name, v in rows.items() if v.shape[:2] == here.shape and name != "present"}
+    measured = {
+        name
+        for name, v in inner.items()
+        if bool((v.double() % 1 != 0)[here].any()) and bool((v != v[:, :1])[here].any())
+    }
+    if not measured:
+        return
+    values = torch.cat([v[here].reshape(int(here.sum()), -1).double() for v in inner.values()], 1)
+    weights = torch.randn(values.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    group = torch.arange(len(here), device=here.device)[:, None].expand(here.shape)[here].double()
+    marks = (values * weights.to(values.device)).sum(1) + group * math.sqrt(2)
+    different, counts = marks.unique(return_counts=True)
+    if not (again := len(marks) - len(different)):
+        return
+    said = (
+        f"silo '{silo}': {again} of {len(marks)} rows repeat another one of the same group in all of "
+        f"{', '.join(map(repr, named or rows))}"
+    )
+    if (times := math.gcd(*counts.tolist())) > 1 and len(different) >= _DIFFERENT_ROWS:
+        raise DataError(
+            f"{said}: every row is there {times} times, or a multiple of it, as of a table joined to itself. Remove "
+            "the copies, or have the formula read the column that tells them apart"
+        )
+    if "y" in measured:
+        warnings.warn(f"{said}: each counts as one more measurement", SecureFVIWarning, stacklevel=2)

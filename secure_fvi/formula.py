@@ -142,13 +142,18 @@ def parse(text: str) -> Parsed:
 
 def _place(part: str, formula: str) -> int:
     """Where a part stands, which formulaic may have written with other blanks and quotes: behind ~ rather than before
-    it, a word rather than a part of one; the beginning where it is not found."""
+    it, a word rather than a part of one, on its own rather than within a call; the beginning where it is not found."""
     letters = [re.escape("'" if char == '"' else char) for char in part if not char.isspace()]
     pattern = r"\s*".join(letter.replace("'", "['\"]") for letter in letters)
     head, tail = r"(?<!\w)" * (part[:1].isalnum() or part[:1] == "_"), r"(?!\w)" * part[-1:].isalnum()
     found = None
+    try:
+        alone = {at for at, _ in _outside(formula)}
+    except InputError:
+        alone = set()
     for begin in (formula.find("~") + 1, 0):
-        found = found or re.compile(f"{head}{pattern}{tail}").search(formula, begin) if letters else None
+        matches = list(re.compile(f"{head}{pattern}{tail}").finditer(formula, begin)) if letters else []
+        found = found or next((m for m in matches if m.start() in alone), matches[0] if matches else None)
     if found is None and (call := re.match(r"\w+\(", part)):  # written out otherwise: a call by its name
         found = re.compile(rf"(?<!\w){re.escape(call[0][:-1])}\s*\(").search(formula)
     return found.start() if found else 0
@@ -497,6 +502,11 @@ def _span(name: str, column: Column) -> npt.NDArray[Any]:
     """Values from one end to the other, or every level."""
     if column.kind == "id":
         raise InputError(f"formula: '{name}' is an id: it names groups, as in (1 | {name}), and is no covariate")
+    if column.kind == "category" and len(column.levels) == 1:
+        raise InputError(
+            f"formula: '{name}' has one level in the dictionary, '{column.levels[0]}', which tells no rows apart: list "
+            "all levels that occur at any silo, or leave the column out"
+        )
     if column.kind in ("category", "boolean"):
         return np.arange(max(2, len(column.levels)))
     low, high = _range(name, column)

@@ -94,6 +94,9 @@ _LOG_CONCAVE = ("gaussian", "bernoulli", "binomial", "poisson", "negbinomial", "
 _SILOS_SHOWN = 12
 #: Two tables that are alike with less than this probability are one table.
 _BY_CHANCE = 1e-9
+#: Rows of all tables together up to which two silos' are held against each other where not all are the same; the share
+#: of the shorter one that is told of, and how many times what chance makes, by how often rows of one silo are alike.
+_LOOKED_AT, _SHARED_PART, _OVER_CHANCE = 50_000, 0.2, 3.0
 
 
 # ---- random terms ----
@@ -1031,11 +1034,31 @@ def _check_rows_differ(of: Parts, read: Mapping[str, _Table]) -> None:
             if _chance(kinds, table.record) < _BY_CHANCE:
                 raise InputError(f"{said}: is one file given for both?")
             warnings.warn(f"{said}, unless they are alike by chance", SecureFVIWarning, stacklevel=4)
+            return
+    if len(read) > 1 and sum(table.rows for table in read.values()) <= _LOOKED_AT:
+        _warn_of_shared_rows(of, read)
 
 
-def _kinds(of: Parts, tables: Sequence[_Table]) -> np.ndarray[Any, Any]:
-    """(tables, rows) of as many rows: of which kind a row is, by its values and by the kinds in its local groups, whose
-    names say nothing. A group's kinds are told by the sum of 64 random bits of each."""
+def _warn_of_shared_rows(of: Parts, read: Mapping[str, _Table]) -> None:
+    """Of two silos of which the one holds more of the other's rows than chance makes."""
+    found = dict(zip(read, _kinds(of, list(read.values())), strict=True))
+    for (one, its), (other, theirs) in itertools.combinations(found.items(), 2):
+        a, b = np.unique(its), np.unique(theirs)
+        both, size = len(np.intersect1d(a, b)), (len(its), len(theirs))
+        pairs = sum(n * (n - 1) / 2 for n in size)
+        alike = sum(size) - len(a) - len(b) + 4  # and four that might have been
+        if both >= max(_SHARED_PART * min(size), _OVER_CHANCE * size[0] * size[1] * alike / max(pairs, 1)):
+            warnings.warn(
+                f"{both} of {len(theirs)} rows of silo '{other}' are those of silo '{one}' in all columns that the "
+                "formula reads, and would count twice: is one file, with changes, given for both?",
+                SecureFVIWarning,
+                stacklevel=5,
+            )
+
+
+def _kinds(of: Parts, tables: Sequence[_Table]) -> list[np.ndarray[Any, Any]]:
+    """(rows,) of each table: of which kind a row is, by its values and by the kinds in its local groups, whose names
+    say nothing. A group's kinds are told by the sum of 64 random bits of each."""
     local = [t for t in of.terms if t.place != "global"]
     used = {*of.fixed.columns, *(c for t in of.terms for c in t.design.columns)}
     names = {RECORD_ID, *(name for t in local for name in t.of.group)} - used
@@ -1051,7 +1074,7 @@ def _kinds(of: Parts, tables: Sequence[_Table]) -> np.ndarray[Any, Any]:
         sums = np.zeros(starts[-1], dtype=np.uint64)
         np.add.at(sums, group, bits[kinds])
         kinds = np.unique(np.stack([kinds.astype(np.uint64), sums[group]]), axis=1, return_inverse=True)[1].reshape(-1)
-    return kinds.reshape(len(tables), -1)
+    return np.split(kinds, np.cumsum([t.rows for t in tables])[:-1])
 
 
 def _chance(kinds: np.ndarray[Any, Any], record: np.ndarray[Any, Any] | None) -> float:

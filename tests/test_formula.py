@@ -34,7 +34,7 @@ from secure_fvi.checkpoints import text_of
 from secure_fvi.deployment.session_messages import schema_digest
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
-from secure_fvi.federated_model import Laid, read_data
+from secure_fvi.federated_model import Laid, check_repeats, read_data
 from secure_fvi.formula import FAMILIES, Design, columns_of, few_records, parse
 from secure_fvi.mixed_model import Counts, MixedModel, _softplus, glmm, marginal, user_draws
 from secure_fvi.results import replicates
@@ -1241,7 +1241,7 @@ def test_what_a_check_counts_is_the_tables_own(family: str) -> None:
     of, rows = model(f"{response} ~ age + (1 | child)", family), table(30)
     laid = prepared(of, rows)[0]
     totals = mixed_model._added(of.of, laid["y"], laid["present"])
-    found = {row.name: row.observed for row in mixed_model._checked(of, torch.stack([totals] * 3))}
+    found = {row.name: row.observed for row in of.compared(torch.stack([totals] * 3), 1).rows}
     y = rows[of.of.response.name]
     y = np.array([("low", "mid", "high", "top").index(v) for v in y] if family == "ordinal" else y, dtype=float)
     expected = {"sd of means by child": np.std([y[rows["child"] == c].mean() for c in np.unique(rows["child"])])}
@@ -1252,7 +1252,7 @@ def test_what_a_check_counts_is_the_tables_own(family: str) -> None:
     if family in ("binomial", "poisson", "negbinomial"):
         expected["share of 0"] = (y == 0).mean()
         past = mixed_model._added(of.of, laid["y"] + math.inf, laid["present"])  # of draws that no integer holds
-        larger = {row.name: row.larger for row in mixed_model._checked(of, torch.stack([totals, totals, past]))}
+        larger = {row.name: row.larger for row in of.compared(torch.stack([totals, totals, past]), 1).rows}
         assert (larger["mean"], larger["sd"], larger["share of 0"]) == (0.75, 0.75, 0.25)
     assert found == pytest.approx(expected)
 
@@ -1377,15 +1377,22 @@ def test_a_row_of_a_design_is_the_same_whatever_others_stand_beside_it(monkeypat
 
 
 def test_the_same_table_twice_is_refused() -> None:
-    """In another order and with other names of children as well. The controls: another table, one value more or less,
-    the same values among other children, and short tables, which are alike by chance."""
+    """In another order and with other names of children as well; with one value more or less, or of a part, it is a
+    warning. The controls: another table, the same values among other children, and short tables, alike by chance."""
     of, held = model("y ~ age + (1 | child)"), table(150)
     turned = {n: np.asarray(v)[::-1] for n, v in held.items()}
     for again in (turned, turned | {"child": 1000 - turned["child"]}):
         with pytest.raises(InputError, match="silos 'site-0' and 'site-2' hold the same 150 rows, which would"):
             prepared(of, held, table(150, seed=1), again)
     other = {**held, "y": np.concatenate([[1 - held["y"][0]], held["y"][1:]])}
-    for control in (table(150, seed=1), other, {**held, "child": np.roll(held["child"], 1)}):
+    some = {n: v[np.asarray(held["child"]) < 20] for n, v in held.items()}
+    joined = {n: np.concatenate([v, table(90, seed=1)[n]]) for n, v in some.items()}
+    joined["child"][len(some["y"]) :] += 1000
+    for again in (other, joined, some):
+        said = f"of {len(again['y'])} rows of silo 'site-1' are those of silo 'site-0'"
+        with pytest.warns(sf.SecureFVIWarning, match=said):
+            assert prepared(of, held, again)
+    for control in (table(150, seed=1), table(90, seed=1), {**held, "child": np.roll(held["child"], 1)}):
         assert prepared(of, held, control)
     child = np.repeat(np.arange(30), 3)
     few = {"y": (child + np.tile([0, 1, 2], 30) > 20).astype(int), "child": child}
@@ -2029,3 +2036,33 @@ def test_a_cell_of_one_record_is_named(formula: str, said: str | None) -> None:
     frame = {"y": np.arange(140.0) % 2, "smoke": smoke, "region": region}
     found = few_records(formula, Dictionary(columns), frame, None, ["region"] if "|" in formula else [])
     assert found == ([] if said is None else [said])
+
+
+def test_rows_of_a_group_that_stand_twice() -> None:
+    """All of them are a table joined to itself, five a warning. The controls: none, and counts, which may be alike."""
+
+    def check(by: MixedModel, rows: dict[str, Any]) -> None:
+        check_repeats(read_data(prepared(by, rows)[0], "a", torch.float64)[1].rows, "a", by.columns)
+
+    of, held = model("pressure ~ age + (1 | child)", "gaussian"), table(60)
+    twice = {n: np.concatenate([v, v]) for n, v in held.items()}
+    with pytest.raises(DataError, match=r"60 of 120 rows repeat another one of the same group in all of .*2 times"):
+        check(of, twice)
+    some = {n: np.concatenate([v, v[:5]]) for n, v in held.items()}
+    with pytest.warns(sf.SecureFVIWarning, match="5 of 65 rows repeat another one of the same group"):
+        check(of, some)
+    counts = model("count ~ 1 + (1 | child)", "poisson")
+    for other, control in ((of, held), (counts, some), (counts, twice)):
+        check(other, control)
+
+
+def test_a_category_of_one_level_is_refused_by_name() -> None:
+    one = Dictionary({**COLUMNS, "ward": Column("category", levels=("east",))})
+    with pytest.raises(InputError, match="'ward' has one level in the dictionary, 'east'"):
+        glmm("y ~ age + ward", "bernoulli", dictionary=one)
+
+
+def test_a_mark_stands_at_the_term_that_is_meant() -> None:
+    with pytest.raises(InputError, match=r"'age' says nothing beside .*: y ~ poly\(age, 2\) \+ »age") as marked:
+        model("y ~ poly(age, 2) + age")
+    assert "poly(»" not in str(marked.value)

@@ -353,7 +353,7 @@ def test_a_check_warns_of_what_few_records_have_and_one_total_shows_it(
 
 
 def test_a_check_by_a_formula_sees_a_table_joined_to_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the fit does, by the table's own names. The controls: once, and with a group, whose rows may be alike."""
+    """As the fit does, by the table's own names. Rows of a group as well. The control: once."""
     rows = [f"{20 + i}.5,{i / 7},{i % 4}" for i in range(12)]
     (folder / "twice.csv").write_text("\n".join(["age,y,site", *rows, *rows]))
     (folder / "once.csv").write_text("\n".join(["age,y,site", *rows]))
@@ -377,7 +377,9 @@ def test_a_check_by_a_formula_sees_a_table_joined_to_itself(folder: Path, capsys
     (folder / "own.csv").write_text(own.replace(",23", ",22"))
     assert "record_id; a 'record_id' that is" in checked("own.csv", "y ~ age")[1]
     (folder / "t.toml").write_text(text)
-    assert checked("once.csv", "y ~ age")[0] == checked("twice.csv", "y ~ age + (1 | site)")[0] == 0
+    assert checked("once.csv", "y ~ age")[0] == checked("once.csv", "y ~ age + (1 | site)")[0] == 0
+    code, said = checked("twice.csv", "y ~ age + (1 | site)")
+    assert (code, "rows repeat another one of the same group in all of" in said) == (2, True)
 
 
 def test_a_check_names_columns_and_rows_and_no_cells(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ from secure_fvi.alignment import MatchingSilo
 from secure_fvi.checkpoints import StoreCheckpoints
 from secure_fvi.cli.policy import _alignment_lines
 from secure_fvi.columns import RESPONSE_HOLDER
-from secure_fvi.deployment import columns_job, serving, site_job
+from secure_fvi.deployment import columns_job, columns_server, serving, site_job
 from secure_fvi.deployment import holding as holding_module
 from secure_fvi.deployment.columns_job import _SUITE, _response, read_aligned
 from secure_fvi.deployment.columns_job import ColumnsJob as SiteColumns
@@ -924,7 +924,7 @@ def test_files_of_no_common_person_are_named_at_the_server(
     columns, offer, home = holding(ColumnsJob(world, tmp_path, False, alignment=MATCHED, **at))
     for people in (0, 1):
         found = SimpleNamespace(matched=people, unmatched=0, order=bytes(32), rows=np.arange(people))
-        monkeypatch.setattr(columns_job, "carry", lambda *_, found=found: found)
+        monkeypatch.setattr(columns_server, "carry", lambda *_, found=found: found)
         monkeypatch.setattr(MatchingSilo, "alignment", lambda _, found=found: found)
         with nullcontext() if people else pytest.raises(InputError, match="no identifier stands in all files"):
             (columns._carried if at else columns._matched)(offer, home, tmp_path, lambda _: {})

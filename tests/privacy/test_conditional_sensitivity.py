@@ -21,7 +21,7 @@ from programs import ENCODED, make_clinics, make_intercepts, make_slopes
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi import columns, mixed_model
+from secure_fvi import column_silo, mixed_model
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.pvi import PVIProgram, part_views
 from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
@@ -449,7 +449,7 @@ class _OfARow(Predictor):
 
 SHIPPED = {
     "rows together": (VerticalSilo, "draw_by_record", _together),
-    "read on a row": (columns, "Predictor", _OfARow),
+    "read on a row": (column_silo, "Predictor", _OfARow),
     "bare vmap": (predictors, "_look", lambda call: None),
 }
 
@@ -467,7 +467,7 @@ def test_people_coupled_by_a_vertical_program_are_found(
     program: Any, row: int, mechanism: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: what was shipped."""
-    monkeypatch.setattr(columns, "check_predictor", lambda *_, **__: None)
+    monkeypatch.setattr(column_silo, "check_predictor", lambda *_, **__: None)
     monkeypatch.setattr(*SHIPPED[mechanism])
     assert gaps(lambda changed: columns_world(changed, program, row, 20, learning_rate=1.0), 20).max() > 2
 
