@@ -21,6 +21,7 @@ import json
 import re
 import sqlite3
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from secure_fvi.dictionary import DATE, NUMBER, RECORD_ID, TABLE, TOLD_APART, Column, Dictionary, Missing
-from secure_fvi.errors import DataError, InputError
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import check_aligned, is_gap
 from secure_fvi.runs.config import OTHERS
 from secure_fvi.runs.wording import nearest
@@ -394,6 +395,7 @@ def _checked(table: Opened, coding: Coding, only: Iterable[str] | None, every_id
     for name in wanted:
         if dictionary[name].kind == "id":
             values[name], names[name] = _coded_ids(values[name])
+            _warn_of_letters(name, names[name])
     return Coded(values, names, len(status[wanted[0]]), {}, tuple(findings))
 
 
@@ -551,6 +553,17 @@ def _coded_ids(texts: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[str
     names = sorted(set(texts))
     place = {name: i for i, name in enumerate(names)}
     return np.fromiter((place[t] for t in texts), np.int64, len(texts)), names
+
+
+def _warn_of_letters(name: str, ids: Sequence[str]) -> None:
+    """Of ids that upper and lower case alone tell apart, as of one person who was typed in twice."""
+    if alike := len(ids) - len({text.casefold() for text in ids}):
+        warnings.warn(
+            f"column '{name}': {alike} of {len(ids)} ids are others in upper or lower case, and taken for "
+            "different ones; where they are the same, say so by the query, as lower(...)",
+            SecureFVIWarning,
+            stacklevel=2,
+        )
 
 
 def _renumbered(

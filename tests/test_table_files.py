@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from secure_fvi import tables
 from secure_fvi.dictionary import Column, Dictionary
-from secure_fvi.errors import DataError, InputError
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import _ragged, cohort_digest, data_columns
 from secure_fvi.runs.config import TABLES
 from secure_fvi.tables import check_table, code_columns, opened, read_coded, with_gaps
@@ -1368,3 +1369,14 @@ def test_a_million_rows_of_fifty_columns(tmp_path: Path, ending: str) -> None:
     _, _, cpu, most, _, with_digest = done.stdout.split()
     assert float(cpu) < 10
     assert max(float(most), float(with_digest)) < 1.5
+
+
+def test_ids_that_case_alone_tells_apart_are_told_of() -> None:
+    """Their number, and no id. The control: ids that differ in more."""
+    of = Dictionary({"person": Column("id")})
+    with pytest.warns(SecureFVIWarning, match="column 'person': 1 of 3 ids are others in upper or lower") as told:
+        code_columns({"person": ["e003", "E003", "e004"]}, of)
+    assert "e003" not in str(told[0].message).lower()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        code_columns({"person": ["e003", "e004", "E005"]}, of)
