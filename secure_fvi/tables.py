@@ -801,13 +801,25 @@ def _check_names(connection: duckdb.DuckDBPyConnection, query: str) -> None:
             )
 
 
+#: What of a query stands for true or false, beside parts of AND and OR.
+_TRUTHS = {"where_clause", "having", "qualify", "filter", "condition", "when_expr"}
+
+
 def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
-    """A query that was looked through, with TRY_CAST for CAST and TRY about what it works out of a row's cells, or
-    compares them with, for which DuckDB casts them: NULL where these are not for that, so that the row fails alone. As
-    the query alone says, not any row."""
+    """A query that was looked through, with TRY_CAST for CAST, and of what stands for true or false, and TRY about what
+    it works out of a row's cells, or compares them with, for which DuckDB casts them: NULL where these are not for
+    that, so that the row fails alone. As the query alone says, not any row."""
     alone = {name for (name,) in connection.execute(_OF_A_ROW).fetchall()} | _MACROS - _OF_ROWS
     tree = json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
     joined = any(part.get("type") == "JOIN" or part.get("class") == "SUBQUERY" for part in _parts(tree))
+
+    cast = json.loads(connection.execute("SELECT json_serialize_sql('SELECT TRY_CAST(1 AS BOOLEAN)')").fetchall()[0][0])
+    as_truth = cast["statements"][0]["node"]["select_list"][0]
+
+    def truth(part: Any) -> Any:
+        """Where DuckDB would cast a text unasked; a comparison is one already, by which tables may be joined."""
+        known = part is None or part["class"] in ("COMPARISON", "BETWEEN", "CONJUNCTION")
+        return part if known else {**as_truth, "child": part}
 
     def tried(part: Any) -> tuple[Any, bool]:
         """It, and whether TRY may stand about it: nothing in it is of several rows."""
@@ -821,6 +833,15 @@ def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
         may = all(may for _, may in held.values()) and kind not in ("SUBQUERY", "WINDOW") and "from_table" not in part
         if kind == "CAST":
             made["try_cast"] = True
+        if kind == "CONJUNCTION" or part.get("type") == "OPERATOR_NOT":
+            made["children"] = [truth(child) for child in made["children"]]
+        if kind == "FUNCTION" and part["function_name"].lower() == "if":  # a macro, of CASE
+            given = "arguments" if "arguments" in made else "children"  # of DuckDB's versions
+            first, *others = made[given]
+            named = {**first, "expression": truth(first["expression"])} if "expression" in first else truth(first)
+            made[given] = [named, *others]
+        for name in _TRUTHS & made.keys():
+            made[name] = truth(made[name])
         for name in ("function",) if part.get("type") == "TABLE_FUNCTION" else ("lhs",) if kind == "LAMBDA" else ():
             made[name] = part[name]  # of a table, and names of parameters
         if kind == "FUNCTION" and may:

@@ -846,6 +846,35 @@ def test_a_record_of_which_a_query_works_nothing_out_takes_no_other_away(
         read_coded(path, d, query, spoilt="")
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT a, b FROM data WHERE flag",
+        "SELECT a, b FROM data WHERE NOT (SELECT flag) IS NULL AND flag",
+        "SELECT a, b FROM data WHERE a <> 'z' AND (flag OR b = '77')",
+        "SELECT a, b FROM data WHERE CASE WHEN flag THEN (SELECT 1) ELSE 0 END = 1",
+        "SELECT a, b FROM data WHERE if(flag, (SELECT 1), 0) = 1",
+        "SELECT a, b FROM data WHERE coalesce(flag, 'no')",
+        "SELECT d.a, d.b FROM data d JOIN (SELECT 1) ON d.flag",
+        "SELECT max(a) FILTER (WHERE flag) AS a, b FROM data GROUP BY b HAVING max(a) FILTER (WHERE flag) IS NOT NULL",
+        "SELECT a, b FROM data GROUP BY a, b, flag HAVING flag",
+        "SELECT a, b FROM data WHERE EXISTS (SELECT 1 WHERE flag)",
+    ],
+)
+def test_a_cell_that_is_no_truth_value_takes_its_own_record_away(
+    tmp_path: Path, query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text that a condition stands on. The control is the query as it is written: all records."""
+    path, d = tmp_path / "t.csv", Dictionary({"a": Column("number"), "b": Column("integer")})
+    rows = [f"{a},{b},yes" for a, b in _GOOD]
+    path.write_text("\n".join(["a,b,flag", *rows, "7.5,7,maybe"]) + "\n")
+    found = read_coded(path, d, query, spoilt="", columns={"data": ["a", "b", "flag"]}).columns["b"]
+    assert sorted(found) == [b for _, b in _GOOD]
+    monkeypatch.setattr(tables, "_tried", lambda _, query: query)
+    with pytest.raises(DataError):
+        read_coded(path, d, query, spoilt="", columns={"data": ["a", "b", "flag"]})
+
+
 @pytest.mark.parametrize("spoilt", [None, ""])
 @pytest.mark.parametrize("more", ["", ", age || '' AS said"])
 def test_a_cast_that_is_tried_over_a_csv_is_a_gap(tmp_path: Path, more: str, spoilt: str | None) -> None:

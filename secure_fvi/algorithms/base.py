@@ -104,6 +104,8 @@ class Phase(NamedTuple):
 
 #: Scalar of a broadcast whose phase repeats within a round.
 ITERATION = "iteration"
+#: The phase of the sum at the final q.
+FINISH = "finish"
 #: Scalar that the server adds where the clipping norm adapts.
 CLIP = "clip"
 

@@ -47,6 +47,7 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import checking, refining, stationarity, weighing
 from secure_fvi.algorithms.base import (
+    FINISH,
     ITERATION,
     PRIVATE,
     ROUND_PHASE,
@@ -85,8 +86,6 @@ else:
     noise_aware = Later("secure_fvi.algorithms.noise_aware")
     refining_server = Later("secure_fvi.algorithms.refining_server")
 
-#: The phase after the last round: all silos at the final q.
-FINISH = "finish"
 #: What befell some silo of a sum, and which were in it: the secure sum shows the server that anyway, and a silo has to
 #: know whether its change was used.
 SKIPPED, TEMPERED, MOVING, PRESENT = "skipped", "tempered", "moving", "present"
@@ -1003,6 +1002,10 @@ class PVIProgram(Program):
             for key, part, of in zip(keys, local.parts, views, strict=True)
         ]
         return table.split(as_sent(self.problem, table, np.sum(found, 0), view))
+
+    def named_q(self, message: Broadcast) -> Natural:
+        """The q that a final sum's broadcast names, or one that repeats its parameters."""
+        return self.families.unpack(message.tensors["q"])
 
     def _near(self, message: Broadcast, local: PVILocal, view: SiloView, views: list[SiloView]) -> FloatArray:
         """The silo's log-likelihood at draws near the final q."""

@@ -31,6 +31,7 @@ from secure_fvi.aggregation.base import Block
 from secure_fvi.algorithms import checking, refining
 from secure_fvi.algorithms.base import (
     CLIP,
+    FINISH,
     PRIVATE,
     ROUND_PHASE,
     Broadcast,
@@ -49,7 +50,6 @@ from secure_fvi.algorithms.natural import Prior
 from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,
-    FINISH,
     LATENTS_AXES,
     OBJECTIVE,
     RECORDS,

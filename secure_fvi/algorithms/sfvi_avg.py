@@ -30,6 +30,7 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, FloatArray
 from secure_fvi.algorithms import checking, refining
 from secure_fvi.algorithms.base import (
+    FINISH,
     ITERATION,
     PRIVATE,
     Broadcast,
@@ -45,7 +46,6 @@ from secure_fvi.algorithms.kit import Answer, Program, Rows, Sum, Totals, at_lea
 from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,
-    FINISH,
     LATENTS_AXES,
     OBJECTIVE,
     RECORDS,

@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from secure_fvi.algorithms.base import ROUND_PHASE, Broadcast, LocalFit, Pending, Posterior, SiloView, Step, Verdict
+from secure_fvi.algorithms.base import (
+    FINISH,
+    ROUND_PHASE,
+    Broadcast,
+    LocalFit,
+    Pending,
+    Posterior,
+    SiloView,
+    Step,
+    Verdict,
+)
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.sfvi import OWN_DRAWS, SFVI, SFVILocal, SFVIProgram, SFVIState, WarmStart
 from secure_fvi.algorithms.sfvi_avg import MERGE, SFVIAvg, SFVIAvgLocal, SFVIAvgProgram, SFVIAvgState
-from secure_fvi.algorithms.structured import FINISH, Latents
+from secure_fvi.algorithms.structured import Latents
 from secure_fvi.errors import ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.privacy.terms import Terms, agree

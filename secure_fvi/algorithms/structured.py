@@ -15,8 +15,9 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms import refining, stationarity, weighing
-from secure_fvi.algorithms.base import ITERATION, Broadcast, LocalFit, Posterior, SiloView, Verdict
+from secure_fvi.algorithms.base import FINISH, ITERATION, Broadcast, LocalFit, Posterior, SiloView, Verdict
 from secure_fvi.algorithms.kit import Blocks, Program, Rows, Sum, Totals, joined
+from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
 from secure_fvi.algorithms.stationarity import SiloSlope, as_natural, as_sent, final_draws, silo_inputs
 from secure_fvi.algorithms.weighing import Weigher, points
@@ -35,8 +36,6 @@ else:
     final_server = Later("secure_fvi.algorithms.final_server")
     refining_server = Later("secure_fvi.algorithms.refining_server")
 
-#: The phase after the last round of a run that stops by itself: all silos at the final q.
-FINISH = "finish"
 RECORDS, OBJECTIVE = "records", "objective"
 
 
@@ -161,6 +160,10 @@ class StructuredProgram(Program):
         """Of a diagonal or a full family, number of records aside."""
         found = stationarity.blocks(self.family.n, self.family.name == "full", self.config.bound)
         return found + weighing.blocks(self.problem, self.family.name, self.local_family)
+
+    def named_q(self, message: Broadcast) -> Natural:
+        """The q that a final sum's broadcast names, or one that repeats its parameters."""
+        return as_natural(self.family, part(self.received(message, message.tensors), "eta"))
 
     def final_answer(self, sent: Params, record: Params, silo: Params, view: SiloView, first: int) -> Blocks:
         """The silo's terms at the q(Z_G) and theta that were `sent`, with its latents as they are reported. Keys from

@@ -62,7 +62,8 @@ def fit(
         override(table, text)
     algorithm = table.setdefault("algorithm", {})
     if "privacy" not in table and isinstance(algorithm, dict) and algorithm.get("name", "pvi") in _CHECKED:
-        algorithm.setdefault("replicates", _REPLICATES)
+        # After a fixed number of iterations no final sum says where to look.
+        algorithm |= {} if "iterations" in algorithm else {"replicates": algorithm.get("replicates", _REPLICATES)}
     config = parse(table, "fit")
     _check_response(config.model)
     _check_cohort(len(files), config.aggregation)

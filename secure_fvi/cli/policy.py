@@ -93,7 +93,7 @@ def check(config: Asked | None, home: Path, installed: str | None) -> None:
         click.echo(f"{config}: this site would take part")
         return
     p = found.privacy
-    click.echo(f"policy {found.hash.hex()}")
+    _say_line(f"policy {found.hash.hex()}")
     for what, names in (
         ("rosters", [r.hex()[:16] for r in found.rosters]),
         ("models", [h.hex()[:16] for h in found.models]),
@@ -102,13 +102,13 @@ def check(config: Asked | None, home: Path, installed: str | None) -> None:
         ("aggregations", found.aggregations),
         ("data sets", list(found.data)),
     ):
-        click.echo(f"  {what}: {', '.join(names) or 'none'}")
+        _say_line(f"  {what}: {', '.join(names) or 'none'}")
     share = "all" if found.share == 1 else f"{found.share:g}"
-    click.echo(f"  disclosures: {', '.join(found.disclosures) or 'none'}")
+    _say_line(f"  disclosures: {', '.join(found.disclosures) or 'none'}")
     package = found.package if isinstance(found.package, str) else ", ".join(d[:16] for d in found.package)
-    click.echo(f"  sandbox {found.sandbox}, the server's secure_fvi {package}")
-    click.echo(f"  at least {found.min_cohort} silos, {share} of the roster's; at most {found.max_rounds} rounds")
-    click.echo(
+    _say_line(f"  sandbox {found.sandbox}, the server's secure_fvi {package}")
+    _say_line(f"  at least {found.min_cohort} silos, {share} of the roster's; at most {found.max_rounds} rounds")
+    _say_line(
         f"  differential privacy {p.dp}: {' or '.join(p.units)}, epsilon at most {p.max_epsilon:g} at delta at most "
         f"{p.max_delta:g}, noise multiplier at least {p.min_noise_multiplier:g}"
     )
@@ -174,10 +174,14 @@ def explain(
 
 def _say(lines: list[str]) -> None:
     """What somebody else's job says, line by line: nothing of it moves the terminal's cursor or hides a line."""
+    for line in lines:
+        _say_line(line)
+
+
+def _say_line(line: str) -> None:
     from secure_fvi.deployment.names import printable
 
-    for line in lines:
-        click.echo(printable(line, 20_000))
+    click.echo(printable(line, 20_000))
 
 
 def _formula_lines(job: Config) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 import secure_fvi as sf
-from secure_fvi.algorithms import hiding
+from secure_fvi import silo as silo_module
+from secure_fvi.algorithms import checking, hiding
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.checking import CHECK, DRAWS, REPLICATED, CheckedProgram
 from secure_fvi.algorithms.kit import Answer
 from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.driving import Run
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND
 
@@ -84,8 +86,9 @@ def test_tables_that_the_model_does_not_make_are_told_of() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*unassessed")
 def test_a_fit_that_nobody_assessed_is_not_blamed_on_the_model_alone() -> None:
-    """Four steps from the start. The control: one that converged."""
-    for algorithm, assessed in ((sf.SFVI(iterations=4, replicates=20), False), (sf.PVI(replicates=20), True)):
+    """A round from the start. The control: one that converged."""
+    short = sf.PVI(rounds=1, local_steps=5, replicates=20)
+    for algorithm, assessed in ((short, False), (sf.PVI(replicates=20), True)):
         result = checked(algorithm, tables(0.5))
         assert (result.converged is True) == assessed
         said = result.to_json()["check"]["said"]
@@ -155,19 +158,36 @@ def test_what_cannot_be_compared_is_refused() -> None:
         sf.fit(program, rows, sf.PVI(replicates=10), compile=False)
     with pytest.raises(InputError, match="replicates"):
         sf.PVI(replicates=0)
+    for algorithm, said in (
+        (sf.PVI(replicates=1001), "at most 1000"), (sf.SFVI(iterations=3, replicates=9), "leave out the fixed number"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            sf.fit(model(), tables(), algorithm, compile=False)
 
 
-def test_a_server_that_asks_far_out_reads_no_single_silo() -> None:
-    """At a point where the ages of all silos but one make counts that no table holds, the total says nothing. The
-    control: were out-of-range numbers zero, it would be that silo's own rows, sums and squares."""
+def asked_at(program: CheckedProgram, draws: torch.Tensor, index: int = 1, accepted: Any = None) -> Broadcast:
+    """A check at these points, and at the prior's q."""
+    begun = program._own.broadcast(program._own.init(), 1, {})
+    named = {name: begun.tensors[name] for name in program._final.sent}
+    return Broadcast(1, index, accepted or {}, program.problem.silos, {}, {**named, DRAWS: draws}, CHECK)
+
+
+def test_a_server_that_asks_far_out_reads_no_single_silo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused; and were it not, at a point where the ages of all silos but one make counts that no table holds
+    the total says nothing. The control: were out-of-range numbers zero, it would be that silo's own rows, sums and
+    squares."""
     silos = [{**t, "age": t["age"] * 0 + age} for t, age in zip(tables(), (0.0, 1.0, 1.0), strict=True)]
     parties = build_parties(model(), silos, sf.PVI(replicates=2), sf.Plain(), compile=False)
     program = parties.server.program
     assert isinstance(program, CheckedProgram)
     far = torch.tensor([[1.0, 60.0]] * 2, dtype=torch.float64)
+    message = asked_at(program, far)
+    for silo in parties.engine.silos.values():
+        with pytest.raises(ProtocolError, match="draws that the server names for the check are not near the final q"):
+            program.answer(message, silo.local, silo.view)
+    monkeypatch.setattr(checking, "within", lambda *_: math.inf)
     sent, own = [], {}
     for name, silo in parties.engine.silos.items():
-        message = Broadcast(1, 1, {}, tuple(parties.engine.silos), {}, {DRAWS: far}, CHECK)
         found = program.answer(message, silo.local, silo.view)
         assert isinstance(found, Answer)
         sent.append(found.blocks[REPLICATED])
@@ -185,6 +205,36 @@ def test_a_server_that_asks_far_out_reads_no_single_silo() -> None:
     first = next(iter(own.values()))
     assert torch.equal(control[1:, 2:4], first[1:, 2:4])
     assert float(first[1, 2]) > 0
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_check_at_other_points_is_refused_and_would_tell_rows(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes that are steps count the rows past each age, so that one total would tell all ages. The control: a silo
+    that answers at any points, before any other question, as was shipped."""
+    of = sf.glmm("fell ~ age", "bernoulli", dictionary={
+        "fell": {"kind": "boolean"}, "age": {"kind": "number", "low": 0, "high": 100, "centre": 0.0, "scale": 1.0},
+    })  # fmt: skip
+    rng = np.random.default_rng(1)
+    silos = [{"fell": rng.integers(0, 2, n).astype(bool), "age": rng.integers(20, 60, n) + 0.0} for n in (20, 15, 12)]
+    steps = torch.arange(20, 61, dtype=torch.float64) - 0.5
+    parties = build_parties(of, silos, sf.PVI(replicates=len(steps)), sf.Masked(), compile=False)
+    program = parties.server.program
+    assert isinstance(program, CheckedProgram)
+    far = 1e7 * torch.stack([-steps, torch.ones_like(steps)], 1)
+    assert [site.name for site in program.problem.layout.of("global")] == ["b"]
+    monkeypatch.setattr(program, "broadcast", lambda state, index, accepted: asked_at(program, far, index, accepted))
+    seen: list[Any] = []
+    monkeypatch.setattr(program, "step", lambda state, message, sums, scale: seen.append(sums) or 1 / 0)
+    if not held:
+        monkeypatch.setattr(checking, "within", lambda *_: math.inf)
+        monkeypatch.setattr(silo_module.Silo, "_final", lambda self, past, broadcast: past.final)
+    with pytest.raises(ProtocolError if held else ZeroDivisionError, match="was not asked" if held else ""):
+        parties.engine.run(parties.server.round())
+    assert bool(seen) != held
+    if not held:
+        past = hiding.read(seen[0][REPLICATED], program._block, 3)[1:, 2]
+        ages = np.sort(np.concatenate([silo["age"] for silo in silos]))
+        assert np.repeat(steps[:-1] + 0.5, np.rint(past[:-1] - past[1:]).astype(int)).tolist() == ages.tolist()
 
 
 def test_encrypted_totals_are_the_plain_ones() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from deployment_world import NOW, World
-from test_formula_sites import FORMULA, Study
+from test_formula_sites import DICTIONARY, FORMULA, Study
 
 from secure_fvi.cli import cli
 from secure_fvi.deployment.deciding import Decision, stated_policy
@@ -204,3 +205,19 @@ def test_what_is_shown_before_the_question_hides_nothing(
     monkeypatch.setattr(policy, "_formula_lines", lambda job: [hiding])
     answer = door.allow("--without-dp", said="n\n")
     assert "a line?[2K?[1A??\n" in answer.output
+
+
+def test_a_jobs_words_move_no_cursor_in_a_policy_that_is_checked(world: World, tmp_path: Path) -> None:
+    """A data set's name with terminal codes and lines of its own. The control: its letters are there."""
+    door, own = Door(world, tmp_path), tmp_path / "own.toml"
+    own.write_text(DICTIONARY)
+    name = json.dumps("data\x1b[1A\x1b[2K\r  disclosures: none\n  differential privacy required")
+    asked = (
+        "--set", "algorithm={name='sfvi',iterations=3}",
+        "--set", f'privacy={{unit="record",epsilon=1.0,delta=1e-6,clipping_norm=1.0,data_set={name}}}',
+    )  # fmt: skip
+    door.allow("--yes", "--without-dp", "--dictionary", str(own), *asked)
+    said = CliRunner().invoke(cli, ["policy", "check", "--home", str(door.home)], color=True).output
+    assert "data?[1A" in said
+    assert "\x1b" not in said
+    assert sum(line.startswith("  disclosures:") for line in said.splitlines()) == 1

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 import secure_fvi as sf
 from secure_fvi.aggregation import Plain
-from secure_fvi.algorithms.base import Algorithm
+from secure_fvi.algorithms.base import FINISH, Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import COUNT, MERGE, SFVIAvg
-from secure_fvi.algorithms.structured import FINISH
 from secure_fvi.compiled import threads
 from secure_fvi.errors import InputError
 from secure_fvi.families import Conditional

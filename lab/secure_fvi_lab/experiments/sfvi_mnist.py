@@ -28,11 +28,10 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation import Plain
-from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
+from secure_fvi.algorithms.base import FINISH, Algorithm, Posterior, Problem
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import SFVIAvg
-from secure_fvi.algorithms.structured import FINISH
 from secure_fvi.compiled import threads
 from secure_fvi.draws import LocalPosterior, draw_global
 from secure_fvi.driving import Run
