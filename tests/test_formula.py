@@ -1082,8 +1082,12 @@ def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(
     assert "odds ratio" in done.output
     assert "sd(child) (Intercept)" in done.output
     assert "at site1: 30 rows, " in done.output
+    assert "Predictive check" not in done.output  # after a fixed number of iterations
+    short = ["--set", "algorithm.name='pvi'", "--set", "algorithm.rounds=1", "--set", "algorithm.local_steps=5"]
+    with pytest.warns(sf.SecureFVIWarning, match="unassessed"):
+        done = CliRunner().invoke(cli, [*words, *data, *short, "--out", str(tmp_path / "pvi")], catch_exceptions=False)
     assert "Predictive check" in done.output
-    assert "<h2>Predictive check</h2>" in page
+    assert "<h2>Predictive check</h2>" in html.unescape((tmp_path / "pvi" / "report.html").read_text())
     for path, said in (
         ("postgresql://host/db", "'postgresql' is not read: it needs a network"),
         ("a.xlsx", "save the sheet"),

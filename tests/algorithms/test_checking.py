@@ -228,7 +228,7 @@ def test_a_check_at_other_points_is_refused_and_would_tell_rows(held: bool, monk
     if not held:
         monkeypatch.setattr(checking, "within", lambda *_: math.inf)
         monkeypatch.setattr(silo_module.Silo, "_final", lambda self, past, broadcast: past.final)
-    with pytest.raises(ProtocolError if held else ZeroDivisionError, match="was not asked" if held else ""):
+    with pytest.raises(ProtocolError if held else ZeroDivisionError, match="was not asked" if held else "zero"):
         parties.engine.run(parties.server.round())
     assert bool(seen) != held
     if not held:
