@@ -44,10 +44,18 @@ def solve_noise(
     def cost(by: str) -> Callable[[float], float]:
         return lru_cache(maxsize=None)(lambda noise: epsilon_of(make_event(noise), delta, by))
 
-    start = 1.0
-    if accountant != "rdp":  # Renyi DP is fast and close, and the tighter accountants are slow where epsilon is far off
-        start = last_within(cost("rdp"), 1.0, epsilon, +1, 0.02)
-    return last_within(cost(accountant), start, epsilon, +1, tolerance)
+    return _searched(cost, accountant, 1.0, epsilon, +1, tolerance)
+
+
+def _searched(
+    cost: Callable[[str], Callable[[float], float]], accountant: str, start: float, epsilon: float, direction: int,
+    tolerance: float,
+) -> float:  # fmt: skip
+    """`last_within` of the cost by an accountant, begun where Renyi DP's is: it is fast and close, and the tighter ones
+    are slow where epsilon is far off."""
+    if accountant not in ("rdp", "ledger"):
+        start = last_within(cost("rdp"), start, epsilon, direction, 0.02)
+    return last_within(cost(accountant), start, epsilon, direction, tolerance)
 
 
 def solve_rate(
@@ -66,10 +74,7 @@ def solve_rate(
 
     if cost(accountant)(1.0) <= epsilon:
         return 1.0
-    start = 0.5
-    if accountant not in ("rdp", "ledger"):
-        start = last_within(cost("rdp"), 0.5, epsilon, -1, 0.02)
-    rate = last_within(cost(accountant), start, epsilon, -1, tolerance)
+    rate = _searched(cost, accountant, 0.5, epsilon, -1, tolerance)
     if rate < _SMALLEST_RATE:
         raise InputError(f"no sampling rate keeps this within epsilon {epsilon:g}; add noise or do fewer rounds")
     return min(rate, 1.0)

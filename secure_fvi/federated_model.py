@@ -490,9 +490,7 @@ def check_repeats(rows: Mapping[str, Tensor], silo: str, named: Iterable[str] | 
     columns = [value.reshape(len(value), -1).double() for value in rows.values()]
     if not any(bool((column % 1 != 0).any()) for column in columns):
         return
-    values = torch.cat(columns, 1)
-    weights = torch.randn(values.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    marks = (values * weights.to(values.device)).sum(1)
+    marks = _marks(columns)
     different, counts = marks.unique(return_counts=True)
     if len(different) < _DIFFERENT_ROWS or int(counts.min()) < 2:
         return
@@ -541,6 +539,13 @@ def cohort_digest(rows: Mapping[str, Tensor | npt.NDArray[Any]], key: bytes = b"
     return total.digest()
 
 
+def _marks(columns: list[Tensor]) -> Tensor:
+    """(N,) numbers, the same of rows that are the same in all columns (N, k), and others of others."""
+    values = torch.cat(columns, 1)
+    weights = torch.randn(values.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (values * weights.to(values.device)).sum(1)
+
+
 def _check_rows_of_groups(rows: Mapping[str, Tensor], silo: str, named: Iterable[str] | None) -> None:
     """Of records that are groups of rows: refuse rows of which every one stands several times in its group, where a
     number with fractions that differs within groups says that it is no coincidence; warn of some, where the response,
@@ -554,10 +559,9 @@ def _check_rows_of_groups(rows: Mapping[str, Tensor], silo: str, named: Iterable
     }
     if not measured:
         return
-    values = torch.cat([v[here].reshape(int(here.sum()), -1).double() for v in inner.values()], 1)
-    weights = torch.randn(values.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    columns = [v[here].reshape(int(here.sum()), -1).double() for v in inner.values()]
     group = torch.arange(len(here), device=here.device)[:, None].expand(here.shape)[here].double()
-    marks = (values * weights.to(values.device)).sum(1) + group * math.sqrt(2)
+    marks = _marks(columns) + group * math.sqrt(2)
     different, counts = marks.unique(return_counts=True)
     if not (again := len(marks) - len(different)):
         return

@@ -39,7 +39,6 @@ from secure_fvi.algorithms.base import (
     Verdict,
 )
 from secure_fvi.algorithms.kit import Answer, Program, RecordAnswer, RowAnswer, Sum, Totals
-from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.weighing import q_part, sds_from
 from secure_fvi.disclosure import Sums
 from secure_fvi.errors import InputError, ProtocolError
@@ -65,9 +64,9 @@ def declared(replicates: int | None, silos: int) -> tuple[Sums, ...]:
     return (Sums(CHECK, 1, what, silos, besides=True, likelihood=True),)
 
 
-def within(q: Natural, draws: Tensor) -> float:
-    """How many sds of q draws (n,) of it, or near it, may lie from its mean."""
-    return math.sqrt(draws.shape[-1]) + _BEYOND
+def within(n: int) -> float:
+    """How many of q's sds draws of n dimensions may lie from its mean."""
+    return math.sqrt(n) + _BEYOND
 
 
 class CheckedState(NamedTuple):
@@ -140,7 +139,7 @@ class CheckedProgram(Program):
         numbers = {name: float(value) for name, value in state.numbers.items()}
         named = Broadcast(self.rounds(state), index, accepted, self.problem.silos, numbers, dict(state.named), CHECK)
         q = self._own.named_q(named)
-        far = (sds_from([q_part(q)], draws) / (0.999 * within(q, draws))).clamp(min=1.0)
+        far = (sds_from([q_part(q)], draws) / (0.999 * within(q.n))).clamp(min=1.0)
         draws = q.mean() + (draws - q.mean()) / far[:, None]
         return named._replace(tensors={**state.named, DRAWS: draws})
 
@@ -193,10 +192,10 @@ class CheckedProgram(Program):
         if message.phase != CHECK:
             return self._own.answer(message, local, view)
         q, draws = self._own.named_q(message), message.tensors[DRAWS].to("cpu", torch.float64)
-        if not bool((sds_from([q_part(q)], draws) <= within(q, draws)).all()):
+        if not bool((sds_from([q_part(q)], draws) <= within(q.n)).all()):
             raise ProtocolError(
                 f"silo '{view.silo}': the draws that the server names for the check are not near the final q: one is "
-                f"more than {within(q, draws):.0f} sds off"
+                f"more than {within(q.n):.0f} sds off"
             )
         rows = {name: value[: view.size] for name, value in view.rows.items()}
         count = math.prod(self._block.shape)

@@ -61,9 +61,10 @@ def fit(
     for text in overrides:
         override(table, text)
     algorithm = table.setdefault("algorithm", {})
-    if "privacy" not in table and isinstance(algorithm, dict) and algorithm.get("name", "pvi") in _CHECKED:
-        # After a fixed number of iterations no final sum says where to look.
-        algorithm |= {} if "iterations" in algorithm else {"replicates": algorithm.get("replicates", _REPLICATES)}
+    checked = isinstance(algorithm, dict) and algorithm.get("name", "pvi") in _CHECKED
+    # After a fixed number of iterations no final sum says where to look.
+    if checked and "privacy" not in table and "iterations" not in algorithm:
+        algorithm.setdefault("replicates", _REPLICATES)
     config = parse(table, "fit")
     _check_response(config.model)
     _check_cohort(len(files), config.aggregation)

@@ -127,24 +127,17 @@ def _numpyro(data: Dataset) -> Block | None:
     try:
         import jax
         import numpyro
-        import numpyro.distributions as dist
         from numpyro.infer import SVI as JaxSVI
         from numpyro.infer import Trace_ELBO as JaxELBO
         from numpyro.infer.autoguide import AutoNormal as JaxAutoNormal
+
+        from secure_fvi_lab.posteriors.numpyro_programs import PROGRAMS
     except ImportError:
         return None
     jax.config.update("jax_enable_x64", True)
     jnp = jax.numpy
 
-    def model(smoke: Any, wheeze: Any) -> None:
-        beta = numpyro.sample("beta", dist.Normal(jnp.zeros(4), 10.0).to_event(1))
-        omega = numpyro.sample("omega", dist.Normal(0.0, 10.0))
-        with numpyro.plate("child", len(wheeze)):
-            b = numpyro.sample("b", dist.Normal(0.0, jnp.exp(-omega)))
-            intercept, slope = beta[0] + beta[1] * smoke + b, beta[2] + beta[3] * smoke
-            logits = intercept[:, None] + slope[:, None] * jnp.arange(-2.0, 2.0)
-            numpyro.sample("wheeze", dist.Bernoulli(logits=logits).to_event(1), obs=wheeze)
-
+    model = PROGRAMS["six cities, 10 silos"]
     arrays = {name: jnp.asarray(t.numpy()) for name, t in data.records.items()}
     svi = JaxSVI(model, JaxAutoNormal(model), numpyro.optim.Adam(_RATE), JaxELBO())
     update = jax.jit(lambda state: svi.update(state, **arrays))
