@@ -92,6 +92,7 @@ class Answer(NamedTuple):
     blocks: numbers by block, at least those that travel. local: the silo's next state. dropped: computations that
     failed and counted as nothing. released: under privacy, the next state from the protected numbers as they were
     released, one vector in natural units; for algorithms whose state follows what was said rather than what was found.
+    Over several rounds that needs all of the noise in what one silo says: of a share, later totals would tell.
     """
 
     blocks: Blocks

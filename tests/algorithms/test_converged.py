@@ -402,7 +402,7 @@ def test_a_short_fixed_run_that_was_still_drifting_warns() -> None:
 def test_private_runs_are_not_assessed_and_release_no_counts() -> None:
     silos, _ = make_regression((30, 30, 30))
     algorithm = sf.PVI(rounds=2, damping=0.3, **EXACT)
-    privacy = sf.SiloDP(epsilon=50.0, delta=1e-5, clipping_norm=5.0)
+    privacy = sf.SiloDP(epsilon=50.0, delta=1e-5, clipping_norm=5.0, noise="silo")
     program = build(REGRESSION, silos, algorithm).server.program
     assert set(program.tables) == {"round", "finish"}
     result = quiet_fit(REGRESSION, silos, algorithm, sf.Masked(), privacy=privacy, noise_key=bytes(32))

@@ -8,6 +8,7 @@ compared. The control is a rule that was shipped once: PVI with virtual clients,
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,11 +19,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from programs import ENCODED, make_clinics, make_intercepts, make_slopes
+from scipy.optimize import brentq
+from scipy.stats import norm
 from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import column_silo, mixed_model
 from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.algorithms.base import Pending
 from secure_fvi.algorithms.pvi import PVIProgram, part_views
 from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
 from secure_fvi.algorithms.vertical.steps import VerticalSilo
@@ -523,3 +527,133 @@ def test_parts_whose_states_follow_each_release_are_found(monkeypatch: pytest.Mo
         return Parties(server, engine)
 
     assert gaps(functools.cache(build), 12).max() > 1.5
+
+
+# ---- noise in shares: what is public is the total alone, and a silo's own share is not ----
+
+
+class _Apart:
+    """PVI at six silos without gates and sums, one round in two halves: what the silos arrive at, clipped; and what
+    each of them released, by which its site goes on."""
+
+    silos = 6
+
+    def __init__(self, changed: bool) -> None:
+        small = {"x": torch.full((5,), 1e-4), "y": torch.zeros(5)}
+        record = {"x": torch.full((1,), 1e-4), "y": torch.full((1,), 1e9)}
+        first = {name: torch.cat([v, record[name]]) for name, v in small.items()} if changed else small
+        server, engine, _ = build_parties(
+            sf.FederatedModel(_regression, "row"), [first, *[small] * (self.silos - 1)],
+            sf.PVI(rounds=10, damping=0.5, local_optimizer="closed_form", family="diagonal"), sf.Plain(), compile=False,
+            noise_key=KEY,
+            privacy=sf.RecordDP(noise_multiplier=NOISE, clipping_norm=self.norm, noise="silo", retries=0),
+        )  # fmt: skip
+        self.program: Any = server.program
+        self.state = self.program.init()
+        self.parties: dict[str, Any] = dict(sorted(engine.silos.items()))
+        self.local = {name: silo.local for name, silo in self.parties.items()}
+        self.answers: dict[str, Any] = {}
+
+    #: Small beside the prior's precision, so that q stays proper under the noise.
+    norm = 0.01
+
+    def found(self, round_: int) -> FloatArray:
+        """(silos, 2), in clipping norms."""
+        self.message = self.program.broadcast(self.state, round_ + 1, dict.fromkeys(self.parties, round_))
+        for name, silo in self.parties.items():
+            view = silo.view._replace(turn=round_)
+            self.answers[name] = self.program.answer(self.message, self.local[name], view)
+        rows = torch.stack([torch.as_tensor(a.blocks["change"]) for a in self.answers.values()])
+        return _clipped(rows, self.norm / 2)[0].numpy() / self.norm
+
+    def said(self, round_: int, released: FloatArray) -> None:
+        released = released * self.norm
+        for (name, answer), own in zip(self.answers.items(), released, strict=True):
+            pending = Pending(round_ + 1, answer.released(own))
+            self.local[name] = self.program.commit(self.local[name], pending, round_ + 1)
+        sums = {"change": released.sum(0), "present": np.ones(self.silos)}
+        self.state, _ = self.program.step(self.state, self.message, sums, 1.0)
+
+
+def _apart_given_the_totals(shares: bool) -> FloatArray:
+    """How far the sums before noise are apart in two worlds with a record more and the same totals, by round, in
+    clipping norms. shares: what the totals do not tell of the noise lies with all silos alike, as it does of shares;
+    otherwise each silo's own has all of it."""
+    one, other, rng, found = _Apart(False), _Apart(True), np.random.default_rng(1), []
+    for round_ in range(10):
+        first, second = one.found(round_), other.found(round_)
+        noise = 0.5 * rng.standard_normal(first.shape) / (math.sqrt(_Apart.silos) if shares else 1.0)
+        moved = first - second
+        found.append(np.linalg.norm(moved.sum(0)))
+        one.said(round_, first + noise)
+        other.said(round_, second + noise + (moved.mean(0) if shares else moved))
+    return np.array(found)
+
+
+def test_sites_that_follow_shares_of_the_noise_are_found() -> None:
+    """The control of what is refused below: a record moves later totals through the other silos' sites, by more than
+    the norm. Where each silo's number has all of the noise it does not."""
+    assert _apart_given_the_totals(shares=True).max() > 1.3
+    assert _apart_given_the_totals(shares=False).max() <= 1 + 1e-9
+
+
+@pytest.mark.slow
+def test_what_shares_in_sites_told_in_all() -> None:
+    """The rule alone, in one dimension: a change is what is left to a site of 0, clipped to half the norm, or, with the
+    record, half the norm; 100 silos, 60 rounds. A line through the totals tells the worlds apart better than releases
+    that are a whole norm apart would; where sites follow no noise it does not."""
+    silos, rounds, runs, z, rng = 100, 60, 4000, 10.0, np.random.default_rng(0)
+
+    def totals(record: bool, follows: bool) -> FloatArray:
+        sites, found = np.zeros((runs, silos)), np.empty((runs, rounds))
+        for round_ in range(rounds):
+            change = np.clip(-sites, -0.5, 0.5)
+            change[:, 0] = 0.5 if record else change[:, 0]
+            said = change + rng.standard_normal(change.shape) * z / math.sqrt(silos)
+            found[:, round_] = said.sum(1)
+            sites += 0.5 * (said if follows else change)
+        return found
+
+    def apart(follows: bool) -> float:
+        """Means apart, in sds, along the line that tells most, on runs other than those that it is from."""
+        first, second = totals(False, follows), totals(True, follows)
+        line = np.linalg.solve(np.cov(first.T) + np.cov(second.T), second.mean(0) - first.mean(0))
+        first, second = totals(False, follows) @ line, totals(True, follows) @ line
+        return float((second.mean() - first.mean()) / np.sqrt((first.var() + second.var()) / 2))
+
+    claimed = math.sqrt(rounds) / z
+    assert apart(False) < claimed
+    told = apart(True)
+    assert told > 3 * claimed
+    print(f"claimed {claimed:.2f} (epsilon {_epsilon(claimed):.1f}), told {told:.2f} ({_epsilon(told):.1f})")
+
+
+def _epsilon(apart: float, delta: float = 1e-5) -> float:
+    """Of two normals so many sds apart (Balle and Wang 2018)."""
+    return float(brentq(lambda e: _missed(apart, e) - delta, 0.0, 100.0))
+
+
+def _missed(apart: float, epsilon: float) -> float:
+    away = epsilon / apart
+    return float(norm.cdf(apart / 2 - away) - math.exp(epsilon) * norm.cdf(-apart / 2 - away))
+
+
+@pytest.mark.parametrize("privacy", [sf.RecordDP, sf.SiloDP])
+def test_sites_that_follow_shares_of_the_noise_are_refused(privacy: Any) -> None:
+    """The controls are told no share: all of the noise in each silo's number, one round, one silo that counts."""
+
+    def build(rounds: int, **options: Any) -> None:
+        dp = privacy(noise_multiplier=NOISE, clipping_norm=CLIP, retries=0, **options)
+        silos = [{"x": torch.full((5,), 0.1 * k), "y": torch.zeros(5)} for k in range(4)]
+        algorithm = sf.PVI(rounds=rounds, local_optimizer="closed_form", family="diagonal")
+        build_parties(
+            sf.FederatedModel(_regression, "row"), silos, algorithm, sf.Masked(), compile=False, privacy=dp,
+            noise_key=KEY,
+        )  # fmt: skip
+
+    with pytest.raises(InputError, match="a silo's site follows what it released, with one of 3 shares"):
+        build(2)
+    build(1)
+    build(2, noise="silo")
+    build(2, noise="server")
+    build(2, colluders=3)

@@ -81,7 +81,8 @@ def measure_records(
         "sfvi-avg": SFVIAvg(rounds=total, local_steps=local_steps, sampling_rate=share, tolerance=1e-9),
         "pvi": PVI(rounds=total, local_steps=local_steps, sampling_rate=share),
     }[by]
-    privacy = RecordDP(epsilon=3.0, delta=1e-7, clipping_norm=1.0, retries=0) if private else None
+    noise: Any = "silo" if by == "pvi" else "distributed"
+    privacy = RecordDP(epsilon=3.0, delta=1e-7, clipping_norm=1.0, noise=noise, retries=0) if private else None
     model = FederatedModel(_with if latents else _without, "row")
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore", SecureFVIWarning)
