@@ -177,7 +177,8 @@ class Disclosure:
 
     kind: of the sums; "masked-unchecked" and "homomorphic-unmasked" are the weaker forms. lacking: silos that a total
     may lack by the option that says so: shares are dealt for as many, whether or not any total lacks one. differences:
-    exact sums of its rounds that may.
+    exact sums of its rounds that may. withstands: silos that a lying server may have in league before a sum shows it a
+    single term, all others where that is so of any number; 0 where sums have no masks.
     """
 
     algorithm: str
@@ -193,6 +194,7 @@ class Disclosure:
     differences: int = 0
     people: bool = False
     labels: str = ""
+    withstands: int = 0
 
     @property
     def exact(self) -> bool:
@@ -309,6 +311,9 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
     found = dataclasses.replace(found, lacking=lacking if kind != "plain" else 0)
     if found.exact and found.missing:
         found = dataclasses.replace(found, differences=getattr(aggregation, "max_differences", 0))
+    if (masks := aggregation.beneath(64)) is not None and kind != "homomorphic-unmasked":
+        recovers = found.lacking > 0 or kind == "homomorphic"
+        found = dataclasses.replace(found, withstands=masks.withstands(silos, recovers))
     if kind != "plain":
         _check_hidden(found, aggregation, declared)
     if privacy is not None and privacy.noise == "distributed":
@@ -331,10 +336,10 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
 def _check_colluders(found: Disclosure, aggregation: SecureSum, privacy: DP) -> None:
     """Whoever opens one silo's own term finds its share of the noise there, and no more."""
     shares = min(p.asked for p in found.phases) - privacy.dropouts - privacy.colluders
-    masks, recovers = aggregation.beneath(64), found.lacking > 0 or found.kind == "homomorphic"
-    if masks is None or shares <= 1:  # each silo adds all of the noise
+    if shares <= 1:  # each silo adds all of the noise
         return
-    if privacy.colluders > (most := masks.withstands(found.silos, recovers)):
+    recovers, most = found.lacking > 0 or found.kind == "homomorphic", found.withstands
+    if privacy.colluders > most:
         raise InputError(
             f"colluders = {privacy.colluders} with noise = 'distributed': {aggregation.kind} sums of {found.silos} "
             f"silos{' that may lack some' if recovers else ''} withstand {most} in league with a lying server; more "

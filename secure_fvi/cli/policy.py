@@ -448,6 +448,7 @@ def disclosure_json(d: Disclosure) -> dict[str, Any]:
         "exact_sums_that_may_lack_silos": d.differences,
         "who_learns_totals": list(d.learn),
         "single_terms_seen_by_server": d.kind == "plain",
+        "colluders_withstood": d.withstands,
         "disclosures": list(d.kinds),
         "phases": [_phase_json(p, d.privacy) for p in d.phases],
         "privacy": None if d.privacy is None else {"unit": d.privacy.unit, **dataclasses.asdict(d.privacy)},
@@ -559,12 +560,16 @@ def _lines(d: Disclosure) -> Iterator[str]:
 def _privacy_lines(d: Disclosure) -> Iterator[str]:
     dp = d.privacy
     if dp is None:
+        league = ""
+        if 0 < d.withstands < d.silos - 1:
+            league = f", or more than {d.withstands} of the {d.silos} silos are in league with a lying server"
+        elif d.kind == "masked-unchecked" and not d.withstands:
+            league = ", or one of them is in league with a lying server"
         yield (
             "no differential privacy: totals are exact, numbers of records with them. One total hides a silo among the "
-            "others, unless all of these put their own terms together (or, where sums may lack silos or have a key "
-            "holder, more than two thirds of them their shares, and fewer with a lying server), or a level or a group "
-            "that spans silos has rows at one site alone: that is the site's own term, and one patient's where one has "
-            "it; totals of several rounds, taken together, can single out silos and records"
+            f"others, unless all of these put their own terms together{league}, or a level or a group that spans silos "
+            "has rows at one site alone: that is the site's own term, and one patient's where one has it; totals of "
+            "several rounds, taken together, can single out silos and records"
         )
         return
     strength = f"epsilon {dp.epsilon:g}" if dp.epsilon is not None else f"noise multiplier {dp.noise_multiplier:g}"

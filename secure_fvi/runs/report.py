@@ -16,7 +16,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from secure_fvi import plots
-from secure_fvi.disclosure import disclose
+from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
@@ -68,7 +68,7 @@ def write_report(directory: Path) -> Path:
         reason=reason(result),
         counts=counts_noise(result["privacy"]),
         run=(about := run.read_run()),
-        left=what_left(config),
+        left=what_left(config, len(result["silos"])),
         seen_by=f"{_privacy_words(result)} {_engine_words(about, result)}",
         kept=_kept_words(config, about),
         neighbours=_neighbours(result),
@@ -140,9 +140,10 @@ def _methods(result: dict[str, Any], config: Config, about: dict[str, Any]) -> s
     return ". ".join(said) + "."
 
 
-def what_left(config: Config) -> list[Note]:
-    """What the secure sum of a run shows whom, where its parties are apart."""
+def what_left(config: Config, silos: int) -> list[Note]:
+    """What the secure sum of a run over so many `silos` shows whom, where its parties are apart."""
     algorithm, aggregation, privacy = chosen(config)
+    found = disclose(algorithm, aggregation, privacy, silos)
     kind = aggregation.form
     if kind == "plain":
         alone = "Contributions were sent as they are: the server sees each silo's own."
@@ -151,7 +152,7 @@ def what_left(config: Config) -> list[Note]:
     masked = f"Every contribution was masked before it left its silo: {learns}, and of a single silo"
     text, warns = {
         "masked": (
-            f"{masked} nothing beyond what totals tell, as long as fewer than a third of the silos are in league.",
+            f"{masked} nothing beyond what totals tell, {_league(found)}.",
             False,
         ),
         "masked-unchecked": (
@@ -161,7 +162,8 @@ def what_left(config: Config) -> list[Note]:
         ),
         "homomorphic": (
             "Contributions were masked and encrypted. The key holder, neither server nor silo, decrypted sums under "
-            f"masks, which are noise to it; {learns}.",
+            f"masks, which are noise to it; {learns}, and of a single silo nothing beyond what totals tell, "
+            f"{_league(found)}.",
             False,
         ),
         "homomorphic-unmasked": (
@@ -172,13 +174,19 @@ def what_left(config: Config) -> list[Note]:
         ),
     }[kind]
     notes = [Note(f"{text} No total was formed over fewer than {aggregation.min_cohort} silos.", warns)]
-    count = len(config.silo) or (len(config.partition.silo_ids) if config.partition is not None else 0)
-    if count and "single_silos" in disclose(algorithm, aggregation, privacy, count).kinds:
+    if "single_silos" in found.kinds:
         alone = "Totals tell much here: some are of one silo alone, or they are equations that the server can solve for"
         notes.append(Note(f"{alone} single silos' terms. The job says that it accepts this.", warns=True))
     if aggregation.min_cohort < 3:
         notes.append(Note("With two silos in a total, each can subtract its own term and has the other's.", warns=True))
     return notes
+
+
+def _league(found: Disclosure) -> str:
+    """How many silos may be in league with a lying server."""
+    if found.withstands >= found.silos - 1:
+        return "whichever other silos are in league"
+    return f"as long as no more than {found.withstands} of the {found.silos} silos are in league"
 
 
 def _privacy_words(result: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import itertools
 import sys
 import types
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -455,6 +455,26 @@ class TestGraph:
             session.check_survivors(frozenset(rng.permutation(1000)[100:].tolist()))
         with pytest.raises(ProtocolError, match="could be taken apart"):
             session.check_survivors(frozenset(range(26, 1000)) - frozenset(range(100, 174)))
+
+    @pytest.mark.parametrize(("colluders", "isolates"), [(19, True), (6, False)])
+    def test_a_third_in_league_isolates_silos_of_a_large_roster(self, colluders, isolates):
+        """Fewer than a third of 64, in random places: of half the rings a server can name survivors that silos accept
+        and that leave one of them with colluders for all its neighbours. The control: the share that was assumed."""
+        hood, rng, found = neighbourhood(64, 0.1, 0.1), np.random.default_rng(0), 0
+        assert Masked(max_missing=25).withstands(64, True) == 6
+        session = ring_session(64, hood.k, hood.least_in_window)
+        for _ in range(30):
+            league = set(rng.permutation(64)[:colluders].tolist())
+            for alone in set(range(64)) - league:
+                near = set(ring_neighbours(range(64), alone, hood.k))
+                survivors = frozenset(range(64)) - (near - league)
+                with suppress(ProtocolError):
+                    session.check_survivors(survivors)
+                    found += 1
+                    assert not connected(range(64), survivors - league, hood.k)
+                    break
+        assert (found > 5) == isolates
+        assert isolates or not found
 
     def test_the_graph_says_what_it_withstands(self):
         text = str(neighbourhood(1000, 0.1, 0.1))

@@ -47,6 +47,16 @@ def test_a_job_is_explained_in_words_and_for_programs(line: CommandLine) -> None
     assert "barycenter = 'trusted'" in answer.err
 
 
+def test_it_says_how_many_silos_in_league_sums_withstand(line: CommandLine) -> None:
+    """Whole sums of few silos any number; sums that recover, and large rosters, so many."""
+    masked = ("--set", "aggregation.kind=masked")
+    assert "in league" not in _explain(line, *masked)
+    lacking = ("--set", "aggregation.max_missing=1", "--set", "aggregation.min_cohort=2")
+    assert "more than 1 of the 3 silos are in league" in _explain(line, *masked, *lacking)
+    assert json.loads(_explain(line, *masked, *lacking, "--json"))["colluders_withstood"] == 1
+    assert json.loads(_explain(line, *masked, "--json"))["colluders_withstood"] == 2
+
+
 def test_blocks_and_noise_are_told_once_the_data_are_read(line: CommandLine) -> None:
     private = ("--set", "privacy.unit=record", "--set", "privacy.noise_multiplier=3.0", "--set", "privacy.delta=1e-3")
     text = _explain(line, "--with-data", "--sandbox", "off", "--set", "aggregation.kind=masked", *private)

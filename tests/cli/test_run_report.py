@@ -37,10 +37,12 @@ SEES_EACH = "the server sees each silo's own"
 #: Of each secure sum: its options, what the page has to say, and what would be false of it.
 SUMS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "plain": ({"kind": "plain"}, (SEES_EACH,), (NOTHING_BEYOND, "masked before", "once the parties are on machines")),
-    "masked": ({}, (NOTHING_BEYOND, "fewer than a third", "fewer than 3 silos"), (SEES_EACH, "was off")),
-    "masked-unchecked": ({"consistency_check": False}, (NOTHING_BEYOND, "was off"), ("fewer than a third",)),
+    "masked": ({}, (NOTHING_BEYOND, "whichever other silos", "fewer than 3 silos"), (SEES_EACH, "was off")),
+    "masked-unchecked": ({"consistency_check": False}, (NOTHING_BEYOND, "was off"), ("in league.",)),
     "two": ({"min_cohort": 2}, ("subtract its own term", "fewer than 2 silos"), ()),
-    "homomorphic": ({"kind": "homomorphic"}, ("noise to it",), ("totals in clear", "trusted to add")),
+    "homomorphic": (
+        {"kind": "homomorphic"}, ("noise to it", "no more than 1 of the 3 silos"), ("totals in clear", "trusted to add")
+    ),
     "homomorphic-unmasked": (
         {"kind": "homomorphic", "masks": False}, ("totals in clear", "trusted to add"), ("noise to it",)
     ),
@@ -132,5 +134,27 @@ def test_a_run_whose_totals_tell_of_single_silos_says_so(schedule: str) -> None:
     asks = {"reveal_changes": True, "buffer": 3} if schedule == "asynchronous" else {}
     table = {**tomllib.loads(CONFIG), "partition": {"count": 5}}
     table["algorithm"] = {"name": "pvi", "rounds": 4, "schedule": schedule, **asks}
-    said = " ".join(note.text for note in what_left(parse(table, "job.toml")))
+    said = " ".join(note.text for note in what_left(parse(table, "job.toml"), 5))
     assert ("equations that the server can solve" in said) == (schedule == "asynchronous")
+
+
+@pytest.mark.parametrize(
+    ("silos", "options", "said"),
+    [
+        (5, {}, "whichever other silos are in league"),
+        (64, {}, "no more than 6 of the 64 silos are in league"),
+        (7, {"max_missing": 2, "max_differences": 1}, "no more than 2 of the 7 silos are in league"),
+        (64, {"max_missing": 25, "max_differences": 1}, "no more than 6 of the 64 silos are in league"),
+    ],
+)
+def test_it_names_as_many_colluders_as_the_sums_withstand(silos: int, options: dict[str, int], said: str) -> None:
+    """That a third opens single terms of 64 silos is `test_a_third_in_league_isolates_silos_of_a_large_roster`."""
+    table = {**tomllib.loads(CONFIG), "partition": {"count": silos}, "aggregation": {"kind": "masked", **options}}
+    assert said in " ".join(note.text for note in what_left(parse(table, "job.toml"), silos))
+
+
+def test_it_says_that_a_norm_adapts(ran: Path, tmp_path: Path) -> None:
+    """The control: one that is fixed."""
+    words = "a norm that follows from the totals before"
+    assert words in page_of(ran, tmp_path / "adaptive", ONE, {}, {**PRIVACY, "clipping": "adaptive"})
+    assert words not in page_of(ran, tmp_path / "fixed", ONE, {}, {**PRIVACY, "clipping": "fixed"})
