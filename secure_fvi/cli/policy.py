@@ -551,7 +551,11 @@ def _lines(d: Disclosure) -> Iterator[str]:
     if d.labels:
         yield f"the response: {d.labels}"
     yield from _privacy_lines(d)
-    yield "public besides: the silos' names and number, who answered and when, sizes of messages"
+    form = "" if d.people else "names, types and shapes of what the model reads of a record, "
+    yield (
+        f"public besides: the silos' names and number, who answered and when, sizes of messages, {form}how many rows "
+        "each site's log and ledger have"
+    )
     yield f"stays at a silo: {d.keeps}"
     for name in d.kinds:
         yield f"a policy has to list '{name}': {DISCLOSURES[name]}"

@@ -30,6 +30,7 @@ def test_a_job_is_explained_in_words_and_for_programs(line: CommandLine) -> None
         "every silo, since each broadcast follows",
         "no differential privacy",
         "its blocks follow from the model",
+        "names, types and shapes of what the model reads of a record, how many rows each site's log",
     ):
         assert words in text
     assert text.count("a policy has to list") == 1

@@ -28,7 +28,7 @@ from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_off
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import read_policy, rule_of
 from secure_fvi.deployment.policy_check import check
-from secure_fvi.deployment.session_messages import CODEC, JOIN, Joined
+from secure_fvi.deployment.session_messages import CODEC, JOIN, Joined, unpack_schema
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
 from secure_fvi.dictionary import parse_dictionary
@@ -198,7 +198,13 @@ def test_a_site_agrees_to_a_formula_in_the_words_of_explain(study: Study) -> Non
         assert words in said
     (rule,) = wording.loads(said[said.index("[[model]]") : said.index("\n\n")])["model"]
     study.allow("east", model=[rule])
-    assert study.join().nonce
+    joined = study.join()
+    assert joined.nonce
+    for name, shape, kind in unpack_schema(joined.schema).fields:  # as `explain` says, and no number of records
+        assert name.isprintable()
+        assert kind.is_floating_point or str(kind).startswith("torch.int")
+        assert study.children not in shape
+    assert "names, types and shapes of what the model reads of a record" in said
     assert "cohort" in study.log()
 
 
