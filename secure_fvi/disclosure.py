@@ -106,7 +106,8 @@ class Declaration:
     of those before it, so that what they saw does not count. because: the options, with their values, by which it shows
     single silos' terms, or asks a part of them. shows: whether another option says that it may show these. people: a
     total has a row a person, of columns that silos hold of the same people. labels: who
-    learns their response, in words.
+    learns their response, in words. follows: under privacy a silo's state follows what it released, the noise that it
+    added itself in it.
     """
 
     rounds: int
@@ -118,6 +119,7 @@ class Declaration:
     shows: bool = False
     people: bool = False
     labels: str = ""
+    follows: bool = False
 
 
 class Declares(Protocol):
@@ -325,6 +327,7 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
         if kind == "homomorphic-unmasked":
             raise InputError("noise = 'distributed' needs exact sums with masks: use scheme = 'bfv' with masks")
         _check_colluders(found, aggregation, privacy)
+        _check_follows(found, declared, privacy)
     if kind == "homomorphic-unmasked" and privacy is not None and privacy.noise == "server":
         raise InputError(
             "noise = 'server' needs sums that the server alone opens: without masks the key holder sees totals before "
@@ -346,6 +349,18 @@ def _check_colluders(found: Disclosure, aggregation: SecureSum, privacy: DP) -> 
             f"would open a single silo's term, which has one of {shares} shares of the noise. Plan for {most}, let no "
             "silo be lost (dropouts = 0, masked sums), assume more (aggregation.corrupt, over 32 silos), or take "
             "noise = 'silo'"
+        )
+
+
+def _check_follows(found: Disclosure, declared: Declaration, privacy: DP) -> None:
+    """Where a silo's state follows its own share of the noise, the totals after tell of the shares before, and with
+    them of what these covered. An answer that does so undeclared is refused (`algorithms.kit`)."""
+    shares = min(p.asked for p in found.phases) - privacy.dropouts - privacy.colluders
+    if declared.follows and shares > 1 and any(p.at_most > 1 for p in found.phases):
+        raise InputError(
+            f"noise = 'distributed' with more than one round of {found.algorithm}: a silo's state follows what it "
+            f"released, with one of {shares} shares of the noise in it, so that totals of later rounds tell of the "
+            "noise in earlier ones; use noise = 'silo', rounds = 1, or sfvi"
         )
 
 

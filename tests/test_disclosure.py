@@ -45,7 +45,7 @@ OPEN = sf.PVI(schedule="asynchronous", reveal_changes=True)
         (sf.SFVIAvg(barycenter="trusted"), sf.Plain(), None, ("per_silo_rows", "final_likelihood")),
         (OPEN, sf.Masked(), None, ("single_silos", "changing_cohorts", "final_likelihood")),
         (sf.PVI(schedule="asynchronous", buffer=6), sf.Masked(), None, ("final_likelihood",)),
-        (sf.PVI(schedule="asynchronous", rounds=5), sf.Masked(), sf.SiloDP(**RECORD), ()),
+        (sf.PVI(schedule="asynchronous", rounds=5), sf.Masked(), sf.SiloDP(**RECORD, noise="silo"), ()),
         (sf.PVI(schedule="sequential", reveal_changes=True), sf.Plain(), None, ("single_silos", "final_likelihood")),
         (sf.VCL(reveal_changes=True), sf.Plain(), None, ("single_silos",)),
         (sf.Vertical(response="private"), sf.Masked(), None, ("person_rows",)),

@@ -92,7 +92,7 @@ class Answer(NamedTuple):
     blocks: numbers by block, at least those that travel. local: the silo's next state. dropped: computations that
     failed and counted as nothing. released: under privacy, the next state from the protected numbers as they were
     released, one vector in natural units; for algorithms whose state follows what was said rather than what was found.
-    Over several rounds that needs all of the noise in what one silo says: of a share, later totals would tell.
+    It has to be declared (`Declaration.follows`): over several rounds it needs all of the noise in what one silo says.
     """
 
     blocks: Blocks
@@ -148,6 +148,7 @@ class Program(ABC):
             raise InputError(f"{config.name} takes no record privacy{self.no_record_privacy}")
         declared = config.declare(len(problem.silos), problem.privacy is not None)
         self.most_rounds: int = declared.rounds
+        self.follows: bool = declared.follows
         #: Silos asked in a round.
         self.cohort_size = next(said.asked for said in declared.sums if not said.besides)
         self.setup()
@@ -265,6 +266,8 @@ class Program(ABC):
             gate.dropped += found.dropped()
             return release, found.local(hidden)
         terms = self.terms.get(phase)
+        if found.released is not None and not self.follows:
+            raise AggregationError(f"{self.config.name}'s states follow what silos released, which it does not declare")
         # Under privacy the gate adds its side coordinate itself.
         one = self.parts[phase]
         values = self._flat(found.blocks, one.blocks if terms is None else one.chosen(one.protected))

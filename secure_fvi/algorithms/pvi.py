@@ -175,7 +175,9 @@ class PVI(LocalFitOptions):
         if self.schedule == "asynchronous":
             because += f", buffer = {self.buffer}"
         keeps = "its site and its own latents' posterior"
-        return Declaration(self.most_rounds, sums, keeps, False, self.sampling_rate, because, self.reveal_changes)
+        return Declaration(
+            self.most_rounds, sums, keeps, False, self.sampling_rate, because, self.reveal_changes, follows=True
+        )
 
     def server(self, problem: Problem) -> Program:
         """Raises InputError for what the model or its privacy do not allow."""
@@ -537,14 +539,6 @@ class PVIProgram(Program):
                 "virtual_clients under record privacy: one record would move the states of all parts, which no "
                 "noise covers; use virtual_clients = 1, or unit = 'silo'"
             )
-        if privacy is not None and privacy.noise == "distributed" and config.most_rounds > 1:
-            shares = config.asked(len(self.problem.silos)) - privacy.dropouts - privacy.colluders
-            if shares > 1:  # one: each silo adds all of the noise
-                raise InputError(
-                    "noise = 'distributed' with more than one round of PVI: a silo's site follows what it released, "
-                    f"with one of {shares} shares of the noise in it, so that totals of later rounds tell of the noise "
-                    "in earlier ones; use noise = 'silo', rounds = 1, or sfvi"
-                )
         if config.virtual_clients > 1 and self.families.has_latents:
             raise InputError("virtual_clients are for models without local latents; use virtual_clients = 1")
         if privacy is not None and config.rounds is None:

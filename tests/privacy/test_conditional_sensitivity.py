@@ -7,6 +7,7 @@ compared. The control is a rule that was shipped once: PVI with virtual clients,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -31,7 +32,8 @@ from secure_fvi.algorithms.pvi import PVIProgram, part_views
 from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
 from secure_fvi.algorithms.vertical.steps import VerticalSilo
 from secure_fvi.algorithms.vertical.vertical import VerticalProgram
-from secure_fvi.errors import InputError
+from secure_fvi.disclosure import disclose
+from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
@@ -639,21 +641,49 @@ def _missed(apart: float, epsilon: float) -> float:
 
 
 @pytest.mark.parametrize("privacy", [sf.RecordDP, sf.SiloDP])
-def test_sites_that_follow_shares_of_the_noise_are_refused(privacy: Any) -> None:
-    """The controls are told no share: all of the noise in each silo's number, one round, one silo that counts."""
+@pytest.mark.parametrize("sums", [sf.Masked(), sf.Homomorphic()])
+def test_sites_that_follow_shares_of_the_noise_are_refused(privacy: Any, sums: Any) -> None:
+    """At every door, since the options alone say so. The controls: all of the noise in each silo's number, one round,
+    one silo that counts, and an algorithm whose states follow no share."""
 
-    def build(rounds: int, **options: Any) -> None:
+    def told(algorithm: Any, **options: Any) -> Any:
         dp = privacy(noise_multiplier=NOISE, clipping_norm=CLIP, retries=0, **options)
-        silos = [{"x": torch.full((5,), 0.1 * k), "y": torch.zeros(5)} for k in range(4)]
-        algorithm = sf.PVI(rounds=rounds, local_optimizer="closed_form", family="diagonal")
-        build_parties(
-            sf.FederatedModel(_regression, "row"), silos, algorithm, sf.Masked(), compile=False, privacy=dp,
-            noise_key=KEY,
+        return disclose(algorithm, sums, dp, 4)
+
+    with pytest.raises(InputError, match="a silo's state follows what it released, with one of 3 shares"):
+        told(sf.PVI(rounds=2))
+    for found in (
+        told(sf.PVI(rounds=1)), told(sf.PVI(rounds=2), noise="silo"), told(sf.PVI(rounds=2), noise="server"),
+        told(sf.PVI(rounds=2), colluders=2, dropouts=1) if sums.kind == "masked" else told(sf.PVI(rounds=1)),
+        told(sf.SFVI(iterations=2)),
+    ):  # fmt: skip
+        assert found.privacy.clipping_norm == CLIP
+
+
+def test_states_that_follow_what_was_released_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: as PVI declares it."""
+    silos = [{"x": torch.full((5,), 0.1 * k), "y": torch.zeros(5)} for k in range(3)]
+    algorithm = sf.PVI(rounds=2, local_optimizer="closed_form", family="diagonal")
+    privacy = sf.SiloDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
+    model = sf.FederatedModel(_regression, "row")
+
+    def first_round() -> None:
+        server, engine, _ = build_parties(
+            model, silos, algorithm, sf.Plain(), compile=False, privacy=privacy, noise_key=KEY
+        )
+        engine.silos["silo-1"].program.contribute(
+            server.program.broadcast(server.program.init(), 1, dict.fromkeys(engine.silos, 0)),
+            engine.silos["silo-1"].local, engine.silos["silo-1"].view._replace(turn=0), _begun(engine, server),
         )  # fmt: skip
 
-    with pytest.raises(InputError, match="a silo's site follows what it released, with one of 3 shares"):
-        build(2)
-    build(1)
-    build(2, noise="silo")
-    build(2, noise="server")
-    build(2, colluders=3)
+    first_round()
+    declare = sf.PVI.declare
+    monkeypatch.setattr(sf.PVI, "declare", lambda *of: dataclasses.replace(declare(*of), follows=False))
+    with pytest.raises(AggregationError, match="follow what silos released, which it does not declare"):
+        first_round()
+
+
+def _begun(engine: Any, server: Any) -> Gate:
+    gate: Gate = engine.silos["silo-1"].gate
+    gate.begin(1, next(iter(server.program.tables)), 3)
+    return gate
