@@ -569,11 +569,17 @@ def _privacy_lines(d: Disclosure) -> Iterator[str]:
             league = f", or more than {d.withstands} of the {d.silos} silos are in league with a lying server"
         elif d.kind == "masked-unchecked" and not d.withstands:
             league = ", or one of them is in league with a lying server"
+        elif d.kind == "homomorphic-unmasked":
+            league = ", or the server lies to the key holder, or is in league with it or with one silo"
+        hides = (
+            f"One total hides a silo among the others, unless all of these put their own terms together{league}, or a "
+            "level or a group that spans silos has rows at one site alone: that is the site's own term, and one "
+            "patient's where one has it; totals"
+        )
         yield (
-            "no differential privacy: totals are exact, numbers of records with them. One total hides a silo among the "
-            f"others, unless all of these put their own terms together{league}, or a level or a group that spans silos "
-            "has rows at one site alone: that is the site's own term, and one patient's where one has it; totals of "
-            "several rounds, taken together, can single out silos and records"
+            "no differential privacy: totals are exact, numbers of records with them. "
+            f"{'Totals' if d.kind == 'plain' else hides} of several rounds, taken together, can single out silos and "
+            "records"
         )
         return
     strength = f"epsilon {dp.epsilon:g}" if dp.epsilon is not None else f"noise multiplier {dp.noise_multiplier:g}"

@@ -52,6 +52,10 @@ def test_it_says_how_many_silos_in_league_sums_withstand(line: CommandLine) -> N
     """Whole sums of few silos any number; sums that recover, and large rosters, so many."""
     masked = ("--set", "aggregation.kind=masked")
     assert "in league" not in _explain(line, *masked)
+    assert "One total hides a silo" in _explain(line, *masked)
+    assert "One total hides a silo" not in _explain(line, "--set", "aggregation.kind=plain")
+    unmasked = _explain(line, "--set", "aggregation.kind=homomorphic", "--set", "aggregation.masks=false")
+    assert "in league with it or with one silo" in unmasked
     lacking = ("--set", "aggregation.max_missing=1", "--set", "aggregation.min_cohort=2")
     assert "more than 1 of the 3 silos are in league" in _explain(line, *masked, *lacking)
     assert json.loads(_explain(line, *masked, *lacking, "--json"))["colluders_withstood"] == 1
