@@ -178,6 +178,7 @@ def test_a_job_writes_no_file_where_it_likes(door: Door) -> None:
     """Who sends a job names its data set, and the dictionary was written under that name. The controls: a plain name,
     and a dictionary that the site names itself."""
     private = ("--set", "privacy.unit=record", "--set", "privacy.epsilon=1.0", "--set", "privacy.delta=1e-7")
+    private += ("--set", "privacy.noise=silo")
     outside = door.home.parent / "outside"
     for name in ("../outside", str(outside), "rosters/1", "a\\u001b[2K"):
         answer = door.allow("--yes", *private, "--set", f'privacy.data_set="{name}"')
