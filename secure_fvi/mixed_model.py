@@ -1648,7 +1648,7 @@ FEW_NODES = 3
 #: Nodes at most where a silo has latents too, by whose number evaluations multiply: right to 1e-4 nats a record of ten
 #: rows where sds are 1, 3e-3 where they are 3, .06 where they are 10.
 BESIDE_LATENTS = 9
-STEPS = 4
+STEPS, STEPS_BETWEEN = 4, 8
 #: Of those whose curvature changes fast, as a count's does, from where its rows say, and of those where it is not the
 #: expected one.
 STEPS_OF_COUNTS, MORE_STEPS = 3, 7
@@ -1672,11 +1672,30 @@ class Given(NamedTuple):
 _LINEAR = 30.0
 
 
-def _softplus(x: Tensor) -> Tensor:
+class _Softplus(torch.autograd.Function):
     """log(1 + e^x), to 1e-13. Of exp and log PyTorch works out several numbers at once, of log1p, and so of its own
-    softplus and logsigmoid, one: that takes ten times as long."""
-    low = x.clamp(max=_LINEAR)
-    return (1 + low.exp()).log() + (x - low)
+    softplus and logsigmoid, one: that takes ten times as long. Its slope is sigmoid(x), one operation, where the chain
+    of those here would be a dozen, and as many again for each derivative more."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        low = x.clamp(max=_LINEAR)
+        return (1 + low.exp()).log() + (x - low)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.sigmoid(*ctx.saved_tensors)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    found: Tensor = _Softplus.apply(x)
+    return found
 
 
 def binomial_kernel(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> Tensor:
@@ -1693,8 +1712,8 @@ def count_kernel(eta: Tensor, y: Tensor, shape: Tensor) -> Tensor:
 
 
 def count_slopes(eta: Tensor, y: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
-    mu = eta.exp()
-    return (y - mu) / (1 + mu / shape), mu / (1 + mu / shape)
+    p = torch.sigmoid(eta - shape.log())
+    return y - (y + shape) * p, shape * p
 
 
 def ordinal_logits(eta: Tensor, cuts: Tensor) -> Tensor:
@@ -1738,6 +1757,8 @@ def _of_count(y: Tensor) -> Tensor:
 
 #: Longest Newton step, in prior sds of the effects, and at how many times that it is looked how far to go.
 _LONGEST, _ALONG = 3.0, (1 / 16, 1 / 4, 1.0, 4.0, 32.0)
+#: Furthest from 0, in prior sds, that an effect's mode is looked for.
+_ANYWHERE = 1e8
 #: Rows by each of which alone it is looked where to begin.
 _FIRST = 8
 
@@ -1845,26 +1866,55 @@ def _nodes(size: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _around(rows: _Rows) -> tuple[Tensor, Tensor]:
-    """Mode (d, N) of each record's integrand by Newton steps, and the factor (d, d, N) of the inverse curvature.
-
-    How far a step goes is looked for along it. A whole one may lead astray: far below a count the curvature is all but
-    nothing, and far above it a step makes the mean e times less, however far it is.
-    """
-    design, given = rows.design, rows.given
-    eps, height = (torch.zeros_like(design[:, 0]), None) if given.quadratic else rows.begun()
-    for _ in range(1 if given.quadratic else given.steps):
-        slope, lower = rows.curved(eps)
-        move = _solved(lower, slope)
-        if height is None:  # the way is one step
-            eps = eps + move
-        else:
-            move = move * (_LONGEST / move.norm(dim=0).clamp(min=_LONGEST))
-            eps, height = rows.highest([eps, *(eps + times * move for times in _ALONG)], height)
+    """Mode (d, N) of each record's integrand by Newton's steps, and the factor (d, d, N) of the inverse curvature."""
+    design = rows.design
+    if rows.given.quadratic:
+        zero = torch.zeros_like(design[:, 0])
+        slope, lower = rows.curved(zero)
+        eps = zero + _solved(lower, slope)
+    elif len(design) == 1 and not rows.given.alone:
+        eps = _between(rows)
+    else:
+        eps = _climbed(rows)
     lower = rows.curved(eps)[1]
     if len(design) == 1:
         return eps, 1 / lower.movedim(0, -1)
     eye = torch.eye(len(design), dtype=eps.dtype, device=eps.device)
     return eps, torch.linalg.solve_triangular(lower, eye.expand(lower.shape), upper=False).mT.movedim(0, -1)
+
+
+def _between(rows: _Rows) -> Tensor:
+    """The mode (1, N) of one effect in which the integrand's logarithm is concave, by slopes alone.
+
+    Its curvature is at least the prior's 1, so that the mode lies between any eps and eps + slope. A step that leaves
+    what is known so, or follows one that did not halve the slope, goes to the middle: far below a count Newton's steps
+    go anywhere, and from far above it each makes the mean e times less, however far it is.
+    """
+    eps = torch.zeros_like(rows.design[:, 0]) if rows.given.likeliest is None else rows.begun()[0]
+    low, high = eps - _ANYWHERE, eps + _ANYWHERE
+    before = torch.full_like(eps, math.inf)
+    for _ in range(STEPS_BETWEEN):
+        slope, lower = rows.curved(eps)
+        slope = torch.where(slope.isnan(), -eps, slope).clamp(-_ANYWHERE, _ANYWHERE)  # to 0 from where it overflows
+        low, high = torch.maximum(low, eps + slope.clamp(max=0.0)), torch.minimum(high, eps + slope.clamp(min=0.0))
+        eps = eps + slope / lower[:, 0, 0].square()
+        inside = (eps >= low) & (eps <= high) & (2 * slope.abs() <= before)
+        eps, before = torch.where(inside, eps, 0.5 * (low + high)), slope.abs()
+    return eps
+
+
+def _climbed(rows: _Rows) -> Tensor:
+    """The mode (d, N) of several effects, or near the highest of them where there are more.
+
+    How far a step goes is looked for along it: a whole one may lead astray, as in `_between`.
+    """
+    eps, height = rows.begun()
+    for _ in range(rows.given.steps):
+        slope, lower = rows.curved(eps)
+        move = _solved(lower, slope)
+        move = move * (_LONGEST / move.norm(dim=0).clamp(min=_LONGEST))
+        eps, height = rows.highest([eps, *(eps + times * move for times in _ALONG)], height)
+    return eps
 
 
 def _solved(lower: Tensor, right: Tensor) -> Tensor:

@@ -826,13 +826,34 @@ def test_two_effects_of_a_student_likelihood_are_integrated_where_the_rows_are()
     torch.testing.assert_close(found, normal.log_prob(y), atol=1e-3, rtol=0.0)
 
 
-def test_steps_that_begin_anywhere_or_are_all_as_long_miss_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_begin_anywhere_or_are_too_few_miss_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(quadrature_error("poisson", sd, base) for sd in (10.0, 30.0) for base in (-4.0, 8.0)) < 0.06
+    monkeypatch.setattr(mixed_model, "STEPS_BETWEEN", 1)
+    assert quadrature_error("binomial", 10.0, 0.0) > 1
+    monkeypatch.undo()
     monkeypatch.setattr(mixed_model._Rows, "begun", from_the_middle)
     assert quadrature_error("poisson", 30.0, 8.0) > 10
-    monkeypatch.setattr(mixed_model, "_ALONG", (1.0,))
-    assert quadrature_error("poisson", 3.0, 5.0) > 10
     assert quadrature_error("negbinomial", 10.0, 0.0) > 10
+
+
+def test_of_two_effects_steps_that_are_all_as_long_miss_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against one effect, which a second of no design leaves as it is."""
+    of = model("count ~ 1 + (1 | child)", "poisson")
+    given = of.fn._observed(torch.zeros((), dtype=torch.float64))  # type: ignore[attr-defined]
+    y = torch.tensor([[30.0, 45.0, 28.0], [0.0, 1.0, 0.0], [400.0, 350.0, 380.0]]).double()
+    eta, here = torch.zeros_like(y), torch.ones_like(y)
+    one = torch.full((3, 3, 1), 3.0).double()
+    two = torch.cat([one, torch.zeros_like(one)], -1)
+
+    def off() -> float:
+        return float((marginal(eta, two, y, here, {}, given) - marginal(eta, one, y, here, {}, given)).abs().max())
+
+    assert off() < 1e-3
+    monkeypatch.setattr(mixed_model, "_ALONG", (1.0,))
+    monkeypatch.setattr(
+        mixed_model._Rows, "begun", lambda rows: (0 * rows.design[:, 0], rows.height(0 * rows.design[:, 0]))
+    )
+    assert off() > 10
 
 
 @pytest.mark.parametrize("family", ["poisson", "negbinomial", "bernoulli", "ordinal"])

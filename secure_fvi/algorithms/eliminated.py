@@ -23,12 +23,12 @@ from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import LogDensity
 from secure_fvi.families import Params
+from secure_fvi.families.gaussian import unit_lower
 
 #: Silo latents up to which they are eliminated: a Hessian is as many backward passes, at each draw.
 UP_TO = 64
-#: Newton's steps from where the last draws' modes say that this one's is, and from elsewhere; the shares of one that
-#: are tried before none is taken.
-STEPS, FROM_AFAR, SHARES = 1, 12, (1.0, 0.4, 0.1)
+#: Newton's steps from anywhere; the shares of one that are tried before none is taken.
+FROM_AFAR, SHARES = 12, (1.0, 0.4, 0.1)
 
 
 def eliminates(problem: Problem) -> bool:
@@ -57,19 +57,45 @@ def curved(joint: Joint, z_silo: Tensor, z_global: Tensor) -> Curved:
     return Curved(slope, lower, cross)
 
 
-def to_mode(joint: Joint, start: Tensor, z_global: Tensor, steps: int) -> tuple[Tensor, Curved]:
-    """The mode in Z_S (n,) near enough that one more of Newton's steps is exact to rounding, by the best of `SHARES`
-    of each; and `curved` there. From `start`, or from 0 where that is likelier: what `start` is derived from may hold
-    at another Z_G alone."""
-    at, height = start, joint(start, z_global).nan_to_num(nan=-math.inf)
-    at, height = _likelier(joint, z_global, at, height, torch.zeros_like(start)[None])
-    found = curved(joint, at, z_global)
+def to_mode(joint: Joint, start: Tensor, z_global: Tensor) -> tuple[Tensor, Curved]:
+    """The mode in Z_S (n,), to rounding, by the best of `SHARES` of each of Newton's steps; and `curved` there. From
+    `start`, or from 0 where that is likelier: what `start` is derived from may hold at another Z_G alone."""
+    at = near_mode(joint, start, z_global, FROM_AFAR)[0]
+    return at, curved(joint, at, z_global)
+
+
+def near_mode(joint: Joint, start: Tensor, z_global: Tensor, steps: int = 1) -> tuple[Tensor, Curved]:
+    """As `to_mode`, after so many steps, with `curved` where the last begins: for where to look, not what is there."""
+    at, height = _begun(joint, start, z_global)
     for _ in range(steps):
-        step = solved(found.lower, found.slope)
-        tried = torch.stack([at + share * step for share in SHARES])
-        at, height = _likelier(joint, z_global, at, height, tried)
         found = curved(joint, at, z_global)
+        at, height = _stepped(joint, at, height, solved(found.lower, found.slope), z_global)
     return at, found
+
+
+def nearer_mode(joint: Joint, start: Tensor, z_global: Tensor, silo: Params) -> tuple[Tensor, Curved]:
+    """As `to_mode`, near enough that one more of Newton's steps leaves 1e-4 of an sd, from a `start` that is an sd or
+    less off: one step by the covariance of `silo`, q(Z_S | Z_G) around another Z_G, which is there already."""
+    at, height = _begun(joint, start, z_global)
+    slope = torch.func.grad(joint)(at, z_global)
+    factor = _factor(silo)
+    at = _stepped(joint, at, height, factor @ (factor.mT @ slope), z_global)[0]
+    return at, curved(joint, at, z_global)
+
+
+def _begun(joint: Joint, start: Tensor, z_global: Tensor) -> tuple[Tensor, Tensor]:
+    height = joint(start, z_global).nan_to_num(nan=-math.inf)
+    return _likelier(joint, z_global, start, height, torch.zeros_like(start)[None])
+
+
+def _stepped(joint: Joint, at: Tensor, height: Tensor, step: Tensor, z_global: Tensor) -> tuple[Tensor, Tensor]:
+    return _likelier(joint, z_global, at, height, torch.stack([at + share * step for share in SHARES]))
+
+
+def _factor(silo: Params) -> Tensor:
+    """(n, n) of a silo's covariance."""
+    scale = silo["log_scale"][0].exp()
+    return scale[:, None] * unit_lower(silo["lower"][0], len(scale)) if "lower" in silo else torch.diag(scale)
 
 
 def _likelier(joint: Joint, z_global: Tensor, at: Tensor, height: Tensor, tried: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from secure_fvi.aggregation.base import Block, FloatArray
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Problem, SiloView
-from secure_fvi.algorithms.eliminated import FROM_AFAR, STEPS, eliminates, joint_of, silo_params, solved, to_mode
+from secure_fvi.algorithms.eliminated import eliminates, joint_of, nearer_mode, silo_params, solved, to_mode
 from secure_fvi.algorithms.natural import (
     Natural,
     distance,
@@ -337,7 +337,9 @@ class SiloFit:
         self.families, self.config, self.problem = families, families.config, families.problem
         self.exact = ExactFit(families) if self.config.local_optimizer in EXACT else None
         self.block = StepBlock(families, families.newton) if self.exact is None else None
-        self._slope = SiloSlope(self.problem, families.local, families.silo, families.samples, families.gradient)
+        self._slope = SiloSlope(
+            self.problem, families.local, families.silo, families.samples, families.gradient, families.eliminates
+        )
         self.weigher = Weigher(self.problem, families.local, families.silo)
 
     def init(self, view: SiloView) -> OwnState:
@@ -394,6 +396,8 @@ class SiloFit:
         q_steps = block.steps
         silo, moved = reanchored_silo(own.silo, families.move(q.mean() - own.anchor), families.n_silo)
         record = reanchored_records(own.record, moved)
+        if families.eliminates and own.visits == 0:
+            silo = at_mean(self.problem.density, families.move(q.mean()), theta, silo, view.rows, view.weights)
         current = q_steps.init(q, tight=own.visits == 0)
         average = block.observed(current, moved.new_zeros(()), theta, moved[: families.n])
         steps = self.config.local_steps * (FIRST_FIT if own.visits == 0 else 1)
@@ -1285,7 +1289,7 @@ def marginal_gradient(density: LogDensity) -> SiloFunction:
         weights: Tensor, eps_local: Tensor, eps_silo: Tensor,
     ) -> SiloGradient:  # fmt: skip
         start = silo["loc"][0] + (silo["coupling"][0] @ shift if "coupling" in silo else 0.0)
-        at, found = to_mode(joint_of(density, theta, rows, weights), start, z_global, STEPS)
+        at, found = nearer_mode(joint_of(density, theta, rows, weights), start, z_global, silo)
         signs = torch.where(eps_silo[0] < 0, -1.0, 1.0).to(at).unsqueeze(-1)
         w = torch.linalg.solve_triangular(found.lower.mT, signs, upper=True).squeeze(-1)
 
@@ -1317,5 +1321,5 @@ def _slopes(
 
 def at_mean(density: LogDensity, mean: Tensor, theta: Params, silo: Params, rows: Params, weights: Tensor) -> Params:
     """q(Z_S | Z_G) around that mean of Z_G, from parameters that are relative to it."""
-    at, found = to_mode(joint_of(density, theta, rows, weights), silo["loc"][0], mean, FROM_AFAR)
+    at, found = to_mode(joint_of(density, theta, rows, weights), silo["loc"][0], mean)
     return silo_params(at, found, silo)

@@ -24,8 +24,8 @@ from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
 from secure_fvi.algorithms.natural import Natural, from_moments
-from secure_fvi.algorithms.weighing import as_told, spare, too_large
-from secure_fvi.compiled import Traced
+from secure_fvi.algorithms.weighing import AT_ONCE, as_told, spare, too_large
+from secure_fvi.compiled import Traced, over_draws
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.objective import SiloFunction, silo_gradient
 from secure_fvi.randomness import server_draws
@@ -104,9 +104,10 @@ class SiloSlope:
     """A silo's terms. It holds no data, so that the silos of a process share its traces."""
 
     def __init__(
-        self, problem: Problem, local: LocalFamily, silo: LocalFamily, samples: int, of: SiloFunction | None = None
-    ) -> None:
-        """of: the gradient of another bound than theirs."""
+        self, problem: Problem, local: LocalFamily, silo: LocalFamily, samples: int, of: SiloFunction | None = None,
+        mapped: bool = False,
+    ) -> None:  # fmt: skip
+        """of: the gradient of another bound than theirs. mapped: over draws, all of which have the same rows."""
         gradient = of or silo_gradient(problem.density, local, silo, samples)
 
         def run(*args: Any) -> tuple[Tensor, Tensor]:
@@ -117,7 +118,8 @@ class SiloSlope:
         record, drawn = (None, None) if by_shape else (0, 1)
         axes = (None, None, None, record, None, record, record, drawn, None)
         mode = "traced" if problem.mode == "compiled" else problem.mode  # too few calls to pay for compiling
-        self._gradient: Callable[..., tuple[Tensor, Tensor]] = Traced(run, axes, mode, by_shape)
+        self._gradient: Callable[..., tuple[Tensor, Tensor]] = run if mapped else Traced(run, axes, mode, by_shape)
+        self._mapped = mapped
         self._move: Callable[[Tensor], Tensor] = lambda t: t.to(problem.device, problem.dtype)
 
     def __call__(
@@ -125,16 +127,37 @@ class SiloSlope:
     ) -> FloatArray:
         """eps: of `final_draws`. silo: parameters of its own latents, around q's mean. inputs: for each draw those of
         the records, rows, weights, eps_L and eps_S."""
-        loc, factor = q.mean(), q.factor()
-        value, found = 0.0, []
-        for e, (record, rows, weights, eps_record, eps_silo) in zip(eps.flatten(0, 1), inputs, strict=True):
-            shift = self._move(times(factor, e))
-            z = self._move(loc) + shift
-            of_draw, slope = self._gradient(z, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
-            value += float(of_draw)
-            found.append(slope.to("cpu", torch.float64))
-        slopes = torch.stack(found).reshape(eps.shape)
-        return np.concatenate([[value / len(found)], *packed(q, eps, slopes)])
+        shifts = self._move(times(q.factor(), eps.flatten(0, 1)))
+        of_draws = self._by_draws if self._mapped else self._one_by_one
+        values, slopes = of_draws(self._move(q.mean()), shifts, theta, silo, inputs)
+        return np.concatenate([[sum(values.tolist()) / len(values)], *packed(q, eps, slopes.reshape(eps.shape))])
+
+    def _one_by_one(
+        self, loc: Tensor, shifts: Tensor, theta: Params, silo: Params, inputs: Iterable[tuple[Any, ...]]
+    ) -> tuple[Tensor, Tensor]:
+        """Values (S,) and slopes (S, n)."""
+        found = []
+        for shift, (record, rows, weights, eps_record, eps_silo) in zip(shifts, inputs, strict=True):
+            of_draw = self._gradient(loc + shift, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
+            found.append([part.to("cpu", torch.float64) for part in of_draw])
+        values, slopes = map(torch.stack, zip(*found, strict=True))
+        return values, slopes
+
+    def _by_draws(
+        self, loc: Tensor, shifts: Tensor, theta: Params, silo: Params, inputs: Iterable[tuple[Any, ...]]
+    ) -> tuple[Tensor, Tensor]:
+        """As `_one_by_one`, of draws together, all of which have the same rows."""
+        inputs = list(inputs)
+        record, rows, weights, eps_record, _ = inputs[0]
+        size = max(1, AT_ONCE // (max(value.numel() for value in rows.values()) * len(silo["loc"][0])))
+        signs = torch.stack([eps_silo for *_, eps_silo in inputs])
+
+        def of(shift: Tensor, eps_silo: Tensor) -> tuple[Tensor, Tensor]:
+            return self._gradient(loc + shift, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
+
+        found = [over_draws(of, *part) for part in zip(shifts.split(size), signs.split(size), strict=True)]
+        values, slopes = (torch.cat(part).to("cpu", torch.float64) for part in zip(*found, strict=True))
+        return values, slopes
 
 
 class _Frame(Protocol):

@@ -42,8 +42,8 @@ from secure_fvi.algorithms.eliminated import (
     eliminates,
     joint_of,
     likeliest,
+    near_mode,
     silo_params,
-    to_mode,
 )
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import over_draws
@@ -93,7 +93,7 @@ _NEARER = (0.5, 0.25, 0.1, 0.03, 0.0)
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
 #: Of a silo's latents in which log p is concave, of such spreads in sds by the curvature at the mode: by so many, and
 #: where there are few latents. Newton's steps towards it: where these are not enough draws are weighed less evenly.
-_CLIMBED, _CLIMBED_OF_FEW, _FEW, _CLIMBED_SPREADS, _CLIMBS = 32, 16, 8, (1.0, 1.4), 2
+_CLIMBED, _CLIMBED_OF_FEW, _FEW, _CLIMBED_SPREADS = 32, 8, 8, (1.0, 1.4)
 #: And by so many along lines: there means of draws are right, or too small, however far off q(Z_L | Z_G) is.
 _ALONG_LINES = 32
 #: Where latents' other modes are looked for: so many nodes along each ray, of one latent and of more, from how many sds
@@ -105,7 +105,7 @@ _OTHERS, _OFF, _HEAVY, _UNCLIMBED = 7, 2.5, 12.0, 30.0
 #: Degrees of freedom of what shares an integrand out between its modes.
 _SHARED = 3.0
 #: Numbers of all evaluations together: fewer are many calls, each of which costs milliseconds; more leave the cache.
-_AT_ONCE = 1_200_000
+AT_ONCE = 1_200_000
 #: Nats of all silos together that are told, as a power of two.
 _TOLD = 36
 UP_TO_NATS = math.ldexp(1.0, _TOLD)
@@ -501,7 +501,7 @@ class Weigher:
                 nodes = _Nodes(torch.zeros(1, 1, 0), torch.zeros(1, 1))
             elif which < 2 and n in _GRIDS and not (nested and n > 1):
                 nodes = _grid(n, bool(which))
-            elif which < 2 and not nested and draws is view.silo_draws and self.concave and self._adapts:
+            elif self.concave and self._adapts and draws is view.silo_draws:
                 count = _CLIMBED_OF_FEW if n <= _FEW else _CLIMBED
                 nodes = _drawn(torch.from_numpy(draws.uniforms(key, n)), count, _CLIMBED_SPREADS)
             else:
@@ -511,7 +511,7 @@ class Weigher:
         return found[0], found[1]
 
     def _over(self, latents: _Latents, z: Tensor, nodes: tuple[_Nodes, _Nodes], which: int) -> Tensor:
-        adapts = self._adapts and which != 2
+        adapts = self._adapts and (self.concave or which != 2)
         # Nodes follow the modes of latents of the silo, and of records.
         of_silo = (self.n_silo in _GRIDS or self.concave) and not self.n_record
         climbs = adapts and of_silo, adapts and self.n_record in _GRIDS
@@ -521,7 +521,7 @@ class Weigher:
         numbers = len(rule.inner.eps) * len(rule.outer.eps) * len(latents.view.weights) * max(1, self.n_record) * modes
         if self.concave:  # groups of rows, which are integrated out in the program
             numbers *= max(value[0].numel() for value in latents.view.rows.values())
-        parts = z.split(max(1, _AT_ONCE // numbers))
+        parts = z.split(max(1, AT_ONCE // numbers))
         found = torch.cat([over_draws(lambda z: latents.marginal(z, rule), part) for part in parts])
         return found.detach().to("cpu", torch.float64)
 
@@ -578,7 +578,7 @@ class _Latents(NamedTuple):
     def _near_mode(self, z: Tensor) -> Params:
         """Moments of a silo's latents, in which log p is concave, around their mode or near it."""
         own = self.of_silo(z)
-        found = silo_params(*to_mode(self.joint(), own["loc"][0], z, _CLIMBS), own)
+        found = silo_params(*near_mode(self.joint(), own["loc"][0], z), own)
         if "lower" in own:
             found["lower"] = unit_lower(found["lower"], self.weigher.n_silo)
         return found
@@ -725,7 +725,7 @@ def _peaks(height: Callable[[Tensor], Tensor], main: Params) -> Iterator[tuple[T
     if n > 1:
         even = torch.quasirandom.SobolEngine(n).draw(_RAYS + 1, dtype=torch.float64)[1:].clamp(1e-3, 1 - 1e-3)
         rays = torch.cat([rays, torch.nn.functional.normalize(torch.special.ndtri(even), dim=1)])
-    size = max(1, _AT_ONCE // max(1, loc.numel()))
+    size = max(1, AT_ONCE // max(1, loc.numel()))
     for ray in torch.cat([rays, -rays]).to(loc):
         eps = (along[:, None] * ray)[:, None]
         parts = [over_draws(lambda e: height(gaussian_rows.transform(main, e)), part) for part in eps.split(size)]
