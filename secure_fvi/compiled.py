@@ -44,6 +44,7 @@ _CHEAPER: dict[str, Callable[..., Any]] = {
         "rsqrt", "select", "sigmoid", "sqrt", "sub", "sum", "tanh", "transpose", "tril", "unsqueeze", "where",
     )},
     **{name: getattr(torch.Tensor, name) for name in ("expand", "view")},
+    "sym_size": torch.Tensor.size,  # which vmap knows
 }  # fmt: skip
 #: Files of whoever calls a program, or is called by it.
 _NOT_OF_A_PROGRAM = re.compile(r"[/\\]site-packages[/\\]|[/\\]secure_fvi[/\\](?!models[/\\])|[/\\]lib[/\\]python|^<")
@@ -105,6 +106,19 @@ class Traced:
             return self._trace(key, args, flat) if often else self.fn(*args)
         run, build = known
         return build(iter(run(*flat)))
+
+    def graph(self, *args: Any) -> Callable[..., Any]:
+        """What stands for the function where it is mapped or differentiated, with arguments of these shapes: its trace,
+        made at once, or the function itself where there is none."""
+        flat = flatten(args)
+        key = tuple(t.shape for t in flat) if self.by_shape else ()
+        if self.mode != "eager" and key not in self._traces:
+            self._trace(key, args, flat)
+            key = tuple(t.shape for t in flat) if self.by_shape else ()
+        if self.mode == "eager":
+            return self.fn
+        run, build = self._traces[key]
+        return lambda *args: build(iter(run(*flatten(args))))
 
     def _trace(self, key: tuple[torch.Size, ...], args: Sequence[Any], flat: list[Tensor]) -> Any:
         """One call: trace, compare with the function itself, keep the graph only if they agree."""
@@ -452,13 +466,14 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def over_draws(fn: Callable[..., Any], *args: Tensor) -> Any:
-    """`fn` of each draw along the first axis, a tensor or a tuple or dict of them, mapped; one by one for a program
-    that PyTorch cannot map."""
+def over_draws(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn` of each draw along the first axis of all tensors in `args`, a tensor or a tuple or dict of them, mapped; one
+    by one for a program that PyTorch cannot map."""
     try:
         return torch.func.vmap(fn)(*args)
     except RuntimeError:
-        return _stacked([fn(*(arg[k] for arg in args)) for k in range(len(args[0]))])
+        flat, build = flatten(args), structure(args)
+        return _stacked([fn(*build(iter([t[k] for t in flat]))) for k in range(len(flat[0]))])
 
 
 def _stacked(found: list[Any]) -> Any:

@@ -11,7 +11,7 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.distributions import constraints
 from torch.overrides import TorchFunctionMode
 
 from secure_fvi.algorithms.base import Problem
+from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params, running
 from secure_fvi.discovery import kind_of
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
@@ -32,6 +33,7 @@ _FAR = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # and where an edge of log p is looked 
 _EDGE = 1e6  # nats that log p falls there at least
 _BELOW = 30.0  # nats under the start from which on an edge is where q does not come, or a logarithm that has run out
 _FORBIDDEN = 1e8  # nats: what a pyro.factor under minus that much is taken to forbid
+_HALVED = 6  # halves of a way that are looked at at once
 _AROUND = 4  # points at each distance from where a run ran off
 _PRIOR_DRAWS = 16  # in which a parameter is looked for that its distribution does not take
 
@@ -116,33 +118,34 @@ def check_edges(point: Point, rows: Params, silo: str | None = None) -> None:
         return
     leaves = {name: value.detach().clone().requires_grad_() for name, value in latents.items()}
     with torch.enable_grad(), _Compares() as compares:
-        here = _observed(density.run(leaves, point.theta, rows))
+        terms = _observed_terms(density.run(leaves, point.theta, rows))
     if not compares.seen:
         return
-
-    def terms(site: str, value: Tensor) -> dict[str, float]:
-        """Nothing where the program fails so far out, which is no edge of its log density."""
-        with contextlib.suppress(Exception), torch.no_grad():
-            return _observed(density.run({**latents, site: value}, point.theta, rows))
-        return {}
+    here = {name: float(value.detach()) for name, value in terms.items()}
 
     for latent, at, direction in directions(point):
+
+        def own(far: Tensor, latent: str = latent, at: Tensor = at, direction: Tensor = direction) -> Params:
+            return _observed_terms(density.run({**latents, latent: at + far * direction}, point.theta, rows))
+
         near, before = 0.0, here
-        for far in _FAR:
-            found = terms(latent, at + far * direction)
+        for far, found in zip(_FAR, _each_far(own, _FAR, at), strict=True):
             if not found:
                 break
             for site in found:
                 if not _fallen(before[site], found[site]):
                     continue
                 ends, between = (near, far), (before[site], found[site])
-                for _ in range(60):  # to where the two are one number
-                    middle = 0.5 * sum(ends)
-                    value = terms(latent, at + middle * direction).get(site, between[1])
-                    first = _fallen(between[0], value)
-                    ends, between = (
-                        ((ends[0], middle), (between[0], value)) if first else ((middle, ends[1]), (value, between[1]))
-                    )
+                for _ in range(60 // _HALVED):  # to where the two are one number
+                    middles = _halved(ends)
+                    values = dict(zip(middles, _each_far(own, middles, at), strict=True))
+                    for _ in range(_HALVED):
+                        middle = 0.5 * sum(ends)
+                        value = values[middle].get(site, between[1])
+                        if _fallen(between[0], value):
+                            ends, between = (ends[0], middle), (between[0], value)
+                        else:
+                            ends, between = (middle, ends[1]), (value, between[1])
                 if _fallen(*between) and max(between) > here[site] - _BELOW:
                     where, error = ("", InputError) if silo is None else (f"silo '{silo}': ", DataError)
                     raise error(
@@ -154,10 +157,32 @@ def check_edges(point: Point, rows: Params, silo: str | None = None) -> None:
             near, before = far, found
 
 
-def _observed(run: Evaluation) -> dict[str, float]:
+def _halved(ends: tuple[float, float], depth: int = _HALVED) -> list[float]:
+    """All numbers to which `depth` bisections between `ends` may come."""
+    middle = 0.5 * sum(ends)
+    sides = [(ends[0], middle), (middle, ends[1])] if depth > 1 else []
+    return [middle, *(each for side in sides for each in _halved(side, depth - 1))]
+
+
+def _each_far(own: Callable[[Tensor], Params], fars: Sequence[float], like: Tensor) -> list[dict[str, float]]:
+    """`own`, of how far out, at each of `fars` at once; nothing where the program fails so far out, which is no edge of
+    its log density."""
+    with contextlib.suppress(Exception), torch.no_grad():
+        found = over_draws(own, torch.tensor(fars, dtype=torch.float64).to(like))
+        values = {name: value.tolist() for name, value in found.items()}
+        return [{name: value[k] for name, value in values.items()} for k in range(len(fars))]
+    alone: list[dict[str, float]] = []
+    for far in fars:
+        alone.append({})
+        with contextlib.suppress(Exception), torch.no_grad():
+            alone[-1] = {name: float(value) for name, value in own(torch.tensor(far).to(like)).items()}
+    return alone
+
+
+def _observed_terms(run: Evaluation) -> Params:
     """Terms of records, each site's together, but for their latents' own; nan as 0, which is no edge."""
     named = [name for name in run.own if name not in run.latents and (name in run.in_records or name == ALL_RECORDS)]
-    return {name: float(torch.nan_to_num(run.own[name].detach(), nan=0.0, neginf=-np.inf)) for name in named}
+    return {name: torch.nan_to_num(run.own[name], nan=0.0, neginf=-np.inf) for name in named}
 
 
 def _fallen(a: float, b: float) -> bool:

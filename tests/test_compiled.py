@@ -261,3 +261,23 @@ def test_a_graph_keeps_the_precision_that_it_was_traced_in() -> None:
         assert float((_wasteful(x) - expected).abs().max()) > 1e-9  # the control
     finally:
         torch.set_default_dtype(torch.float64)
+
+
+def test_a_graph_stands_for_its_function_where_that_is_mapped() -> None:
+    """Of any number of records, with the same bits; where nothing can be traced it is the function itself."""
+    rows, points = torch.randn(9, 3).double(), torch.randn(4, 3).double()
+
+    def log_density(z: Tensor, x: Tensor) -> Tensor:
+        return -torch.ones(len(x)).to(x) * (x @ z).square()
+
+    traced = Traced(log_density, (None, 0), "traced")
+    graph = traced.graph(points[0], rows)
+    assert graph is not log_density
+    for some in (rows, rows[:2], torch.cat([rows, rows])):
+        own, its = (torch.func.vmap(lambda z, fn=fn, x=some: fn(z, x))(points) for fn in (log_density, graph))
+        assert torch.equal(own, its)
+
+    def by_value(z: Tensor, x: Tensor) -> Tensor:
+        return x @ z if z.sum() > 0 else x @ -z
+
+    assert Traced(by_value, (None, 0), "traced").graph(points[0], rows) is by_value

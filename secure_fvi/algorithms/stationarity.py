@@ -24,18 +24,22 @@ from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
 from secure_fvi.algorithms.natural import Natural, from_moments
-from secure_fvi.algorithms.weighing import AT_ONCE, as_told, spare, too_large
-from secure_fvi.compiled import Traced, over_draws
+from secure_fvi.algorithms.weighing import as_told, spare, too_large
+from secure_fvi.compiled import TRACE_AFTER_CALLS, Traced, over_draws
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.objective import SiloFunction, silo_gradient
 from secure_fvi.randomness import server_draws
 
+#: What Z_G is off q's mean by; the records' parameters, rows, weights, eps_L and eps_S.
+_Draw = tuple[Tensor, tuple[Params, Params, Tensor, Tensor, Tensor]]
 #: Keeps these draws apart from those of rounds.
 _DRAWS = 2**31
 #: Numbers of all draws of a half together, beyond which there are fewer draws.
 _MOST = 2_000_000
 #: Draws of a half where nothing else is said, in antithetic pairs.
 HALF = 128
+#: Numbers of all draws together that are worked on at once.
+_AT_ONCE = 200_000
 VALUE, SLOPE, CURVE = "value", "slope", "curve"
 #: Blocks whose numbers are hidden all or none, and how much less of a slope is told than of the bound.
 TOLD_TOGETHER, _STEEPEST = ((VALUE,), (SLOPE, CURVE)), 2.0**10
@@ -104,10 +108,9 @@ class SiloSlope:
     """A silo's terms. It holds no data, so that the silos of a process share its traces."""
 
     def __init__(
-        self, problem: Problem, local: LocalFamily, silo: LocalFamily, samples: int, of: SiloFunction | None = None,
-        mapped: bool = False,
-    ) -> None:  # fmt: skip
-        """of: the gradient of another bound than theirs. mapped: over draws, all of which have the same rows."""
+        self, problem: Problem, local: LocalFamily, silo: LocalFamily, samples: int, of: SiloFunction | None = None
+    ) -> None:
+        """of: the gradient of another bound than theirs."""
         gradient = of or silo_gradient(problem.density, local, silo, samples)
 
         def run(*args: Any) -> tuple[Tensor, Tensor]:
@@ -118,8 +121,7 @@ class SiloSlope:
         record, drawn = (None, None) if by_shape else (0, 1)
         axes = (None, None, None, record, None, record, record, drawn, None)
         mode = "traced" if problem.mode == "compiled" else problem.mode  # too few calls to pay for compiling
-        self._gradient: Callable[..., tuple[Tensor, Tensor]] = run if mapped else Traced(run, axes, mode, by_shape)
-        self._mapped = mapped
+        self._gradient, self._calls = Traced(run, axes, mode, by_shape), 0  # of many draws at once
         self._move: Callable[[Tensor], Tensor] = lambda t: t.to(problem.device, problem.dtype)
 
     def __call__(
@@ -127,37 +129,52 @@ class SiloSlope:
     ) -> FloatArray:
         """eps: of `final_draws`. silo: parameters of its own latents, around q's mean. inputs: for each draw those of
         the records, rows, weights, eps_L and eps_S."""
-        shifts = self._move(times(q.factor(), eps.flatten(0, 1)))
-        of_draws = self._by_draws if self._mapped else self._one_by_one
-        values, slopes = of_draws(self._move(q.mean()), shifts, theta, silo, inputs)
-        return np.concatenate([[sum(values.tolist()) / len(values)], *packed(q, eps, slopes.reshape(eps.shape))])
+        loc, factor = self._move(q.mean()), q.factor()
+        shifts = [self._move(times(factor, e)) for e in eps.flatten(0, 1)]
+        value, found = 0.0, []
+        for group in _alike(zip(shifts, inputs, strict=True)):
+            shift, eps_record, eps_silo = map(torch.stack, zip(*[(s, *own[3:]) for s, own in group], strict=True))
+            values, slopes = self._of(loc + shift, shift, theta, silo, group[0][1][:3], eps_record, eps_silo)
+            for of_draw in values.tolist():
+                value += of_draw
+            found.append(slopes.to("cpu", torch.float64))
+        slopes = torch.cat(found).reshape(eps.shape)
+        return np.concatenate([[value / len(shifts)], *packed(q, eps, slopes)])
 
-    def _one_by_one(
-        self, loc: Tensor, shifts: Tensor, theta: Params, silo: Params, inputs: Iterable[tuple[Any, ...]]
-    ) -> tuple[Tensor, Tensor]:
-        """Values (S,) and slopes (S, n)."""
-        found = []
-        for shift, (record, rows, weights, eps_record, eps_silo) in zip(shifts, inputs, strict=True):
-            of_draw = self._gradient(loc + shift, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
-            found.append([part.to("cpu", torch.float64) for part in of_draw])
-        values, slopes = map(torch.stack, zip(*found, strict=True))
-        return values, slopes
+    def _of(
+        self, z: Tensor, shift: Tensor, theta: Params, silo: Params, own: tuple[Params, Params, Tensor],
+        eps_record: Tensor, eps_silo: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Values (S,) and slopes (S, n) at draws (S, ...). own: the records' parameters, rows and weights."""
+        record, rows, weights = own
+        args = (theta, record, silo, rows, weights)
+        if len(z) == 1:
+            value, slope = self._gradient(z[0], shift[0], *args, eps_record[0], eps_silo[0])
+            return value[None], slope[None]
+        self._calls += 1
+        of_one = self._gradient.fn
+        if self._calls > TRACE_AFTER_CALLS:
+            of_one = self._gradient.graph(z[0], shift[0], *args, eps_record[0], eps_silo[0])
+        found: tuple[Tensor, Tensor] = over_draws(
+            lambda z, shift, eps_record, eps_silo: of_one(z, shift, *args, eps_record, eps_silo),
+            z, shift, eps_record, eps_silo,
+        )  # fmt: skip
+        return found
 
-    def _by_draws(
-        self, loc: Tensor, shifts: Tensor, theta: Params, silo: Params, inputs: Iterable[tuple[Any, ...]]
-    ) -> tuple[Tensor, Tensor]:
-        """As `_one_by_one`, of draws together, all of which have the same rows."""
-        inputs = list(inputs)
-        record, rows, weights, eps_record, _ = inputs[0]
-        size = max(1, AT_ONCE // (max(value.numel() for value in rows.values()) * len(silo["loc"][0])))
-        signs = torch.stack([eps_silo for *_, eps_silo in inputs])
 
-        def of(shift: Tensor, eps_silo: Tensor) -> tuple[Tensor, Tensor]:
-            return self._gradient(loc + shift, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
-
-        found = [over_draws(of, *part) for part in zip(shifts.split(size), signs.split(size), strict=True)]
-        values, slopes = (torch.cat(part).to("cpu", torch.float64) for part in zip(*found, strict=True))
-        return values, slopes
+def _alike(draws: Iterable[_Draw]) -> Iterator[list[_Draw]]:
+    """Draws one after the other that have the same records, as many as are worked on at once."""
+    group: list[_Draw] = []
+    for draw in draws:
+        shift, (record, rows, weights, eps_record, _) = draw
+        numbers = sum(t.numel() for t in (shift, weights, eps_record, *rows.values()))
+        same = group and all(a is b for a, b in zip(group[0][1][:3], (record, rows, weights), strict=True))
+        if group and not (same and numbers * (len(group) + 1) <= _AT_ONCE):
+            yield group
+            group = []
+        group.append(draw)
+    if group:
+        yield group
 
 
 class _Frame(Protocol):

@@ -46,7 +46,7 @@ from secure_fvi.algorithms.eliminated import (
     silo_params,
 )
 from secure_fvi.algorithms.natural import Natural
-from secure_fvi.compiled import over_draws
+from secure_fvi.compiled import Traced, flatten, over_draws, structure
 from secure_fvi.density import Layout, LogTerms, Site
 from secure_fvi.families import LocalFamily, Params
 from secure_fvi.families import conditional as gaussian_rows
@@ -85,6 +85,8 @@ _COMPONENTS = 8
 _GRIDS = {1: (32, 0.25), 2: (12, 0.6)}
 #: Length at most, in sds there, of Newton's steps to where such a latent has its mode.
 _STRIDE = 5.0
+#: A step that is shorter is the last: Newton's next one would be some 1e-8 sds.
+_AT_REST = 1e-4
 #: Where the mean of q(Z_L | Z_G) has no density, as a logit of hundreds may have none, steps begin at the likeliest of
 #: these shares of it: far from q's mean it goes on in a straight line.
 _NEARER = (0.5, 0.25, 0.1, 0.03, 0.0)
@@ -105,7 +107,7 @@ _OTHERS, _OFF, _HEAVY, _UNCLIMBED = 7, 2.5, 12.0, 30.0
 #: Degrees of freedom of what shares an integrand out between its modes.
 _SHARED = 3.0
 #: Numbers of all evaluations together: fewer are many calls, each of which costs milliseconds; more leave the cache.
-AT_ONCE = 1_200_000
+_AT_ONCE = 1_200_000
 #: Nats of all silos together that are told, as a power of two.
 _TOLD = 36
 UP_TO_NATS = math.ldexp(1.0, _TOLD)
@@ -448,6 +450,10 @@ class Weigher:
         layout = problem.layout
         self.n_record, self.n_silo = layout.size("record"), layout.size("silo")
         self._adapts, self.concave = True, eliminates(problem)
+        mode = "traced" if problem.mode == "compiled" else problem.mode
+        self._terms = Traced(problem.density.evaluate, (None, None, 0, None, 0), mode)
+        self.of_silo = Traced(self._curved_of_silo, (None, None, 0, 0, None, None), mode)
+        self.of_records = Traced(self._curved_of_records, (None, None, None, 0, 0, 0), mode)
 
     def __call__(
         self, q: Natural, at: Points, theta: Params, record: Params, silo: Params, view: SiloView, key: int
@@ -479,8 +485,12 @@ class Weigher:
     ) -> Tensor:
         """Nats at each of z (S, n). which: nodes, 0 and 1 for two kinds that are as good, 2 for fewer; `key` names the
         draws that they are made of."""
-        latents = _Latents(self, q.mean().to(self.problem.device, self.problem.dtype), theta, record, silo, view)
+        loc, evaluate = q.mean().to(self.problem.device, self.problem.dtype), self.problem.density.evaluate
         try:
+            if self.n_silo or self.n_record:
+                none = loc.new_zeros(self.n_silo), loc.new_zeros(len(view.weights), self.n_record)
+                evaluate = self._terms.graph(loc, *none, theta, view.rows)
+            latents = _Latents(self, evaluate, loc, theta, record, silo, view)
             try:
                 return self._over(latents, z, self._nodes(view, key, which), which)
             except (RuntimeError, NotImplementedError):  # a program without second derivatives
@@ -491,6 +501,20 @@ class Weigher:
         except (LinAlgError, ArithmeticError):
             # Whether its model can be computed at points far from q may depend on a silo's data: hidden, not refused.
             return torch.full((len(z),), math.nan, dtype=torch.float64)
+
+    def _curved_of_silo(
+        self, z: Tensor, theta: Params, rows: Params, weights: Tensor, own: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`_curved` of a silo's own latents (1, n_silo), of one without latents of records, at z (n,)."""
+        joint = joint_of(self.problem.density.evaluate, theta, rows, weights)
+        return _curved(lambda own: joint(own[0], z)[None], own, before)
+
+    def _curved_of_records(
+        self, z: Tensor, z_silo: Tensor, theta: Params, rows: Params, own: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`_curved` of records' latents (N, n_record), at z (n,) and z_silo (n_silo,)."""
+        evaluate = self.problem.density.evaluate
+        return _curved(lambda own: evaluate(z, z_silo, own, theta, rows).records, own, before)
 
     def _nodes(self, view: SiloView, key: int, which: int) -> tuple[_Nodes, _Nodes]:
         """For the latents of records and of the silo. which: as in `at`."""
@@ -516,14 +540,18 @@ class Weigher:
         of_silo = (self.n_silo in _GRIDS or self.concave) and not self.n_record
         climbs = adapts and of_silo, adapts and self.n_record in _GRIDS
         z = z.to(self.problem.device, self.problem.dtype)
+        if any(climbs) and not self.concave:
+            latents = latents.with_graph()
         rule = _Rule(*nodes, *climbs, latents.others(z, *climbs) if which != 2 else _Others())
         modes = max(1, len(rule.others.record)) * max(1, len(rule.others.silo))
         numbers = len(rule.inner.eps) * len(rule.outer.eps) * len(latents.view.weights) * max(1, self.n_record) * modes
         if self.concave:  # groups of rows, which are integrated out in the program
             numbers *= max(value[0].numel() for value in latents.view.rows.values())
-        parts = z.split(max(1, AT_ONCE // numbers))
-        found = torch.cat([over_draws(lambda z: latents.marginal(z, rule), part) for part in parts])
-        return found.detach().to("cpu", torch.float64)
+        found = [
+            over_draws(lambda z, modes: latents.marginal(z, modes, rule), part, latents.modes(part, rule))
+            for part in z.split(max(1, _AT_ONCE // numbers))
+        ]
+        return torch.cat(found).detach().to("cpu", torch.float64)
 
 
 class _Rule(NamedTuple):
@@ -540,30 +568,60 @@ class _Latents(NamedTuple):
     """A silo's latents and records: their density and their q, given Z_G, a z (n,)."""
 
     weigher: Weigher
+    evaluate: Callable[..., LogTerms]  # of the problem's density
     loc: Tensor  # (n,) q's mean of Z_G, on the problem's device
     theta: Params
     record: Params  # parameters around that mean
     silo: Params
     view: SiloView
+    graph: Callable[..., tuple[Tensor, Tensor]] | None = None  # of the weigher's `of_silo` or `of_records`
 
-    def marginal(self, z: Tensor, rule: _Rule) -> Tensor:
-        """log p(y_j | z), nats."""
+    def with_graph(self) -> _Latents:
+        """With slopes and curvatures in the latents, of a silo's if there are none of records."""
+        none, weigher = self.loc.new_zeros(1, self.weigher.n_silo), self.weigher
+        loc = (self.of_records(self.loc, none) if weigher.n_record else self.of_silo(self.loc))["loc"]
+        before = torch.eye(loc.shape[-1], dtype=loc.dtype, device=loc.device).expand(len(loc), -1, -1)
+        if weigher.n_record:
+            return self._replace(graph=weigher.of_records.graph(self.loc, none[0], *self.data[:2], loc, before))
+        return self._replace(graph=weigher.of_silo.graph(self.loc, *self.data, loc, before))
+
+    @property
+    def data(self) -> tuple[Params, Params, Tensor]:
+        return self.theta, self.view.rows, self.view.weights
+
+    def modes(self, z: Tensor, rule: _Rule) -> list[Params]:
+        """The modes that nodes follow at each of z (S, n), with S first; none where they follow none, or such of
+        records above each of a silo's own nodes."""
+        if rule.climbs_silo and not self.weigher.concave:
+            moments = _moved(over_draws(self.of_silo, z), rule.others.silo)
+            return [_around_mode(self.density_of_silo, each, of=(z,)) for each in moments]
+        if rule.climbs_record and not self.weigher.n_silo:
+            none = z.new_zeros(len(z), 1, 0)
+            moments = _moved(over_draws(self.of_records, z, none), rule.others.record)
+            return [_around_mode(self.density_of_records, each, of=(z, none)) for each in moments]
+        return []
+
+    def marginal(self, z: Tensor, modes: list[Params], rule: _Rule) -> Tensor:
+        """log p(y_j | z), nats. modes: of `modes`, at this z."""
+        owns = [self.of_silo(z)]
         if self.weigher.concave and rule.climbs_silo:
             owns = [self._near_mode(z)]
-        else:
-            owns = _modes(self.log_density_of_silo(z), self.of_silo(z), rule.others.silo, rule.climbs_silo)
+        elif rule.climbs_silo:
+            owns = modes
 
         def at(eps: Tensor, log_weight: Tensor, own: int) -> Tensor:
             z_silo, weight = _at(owns, own, eps, log_weight)
-            return self._given(z, z_silo, rule) + weight.sum()
+            return self._given(z, z_silo, modes if rule.climbs_record else [], rule) + weight.sum()
 
         found = [_each(functools.partial(at, own=k), *rule.outer) for k in range(len(owns))]
         return torch.logsumexp(torch.cat(found), 0)
 
-    def _given(self, z: Tensor, z_silo: Tensor, rule: _Rule) -> Tensor:
-        """log p(y_j, z_silo | z)."""
-        log_density, weights = self.log_density_of_records(z, z_silo), self.view.weights
-        modes = _modes(log_density, self.of_records(z, z_silo), rule.others.record, rule.climbs_record)
+    def _given(self, z: Tensor, z_silo: Tensor, modes: list[Params], rule: _Rule) -> Tensor:
+        """log p(y_j, z_silo | z). modes: of records' latents, where they are known."""
+        weights = self.view.weights
+        if not modes:
+            modes, density = _moved(self.of_records(z, z_silo), rule.others.record), self.density_of_records(z, z_silo)
+            modes = [_around_mode(density, each) for each in modes] if rule.climbs_record else modes
 
         def at(eps: Tensor, log_weight: Tensor, mode: int) -> tuple[Tensor, Tensor]:
             z_record, weight = _at(modes, mode, eps, log_weight)
@@ -584,20 +642,24 @@ class _Latents(NamedTuple):
         return found
 
     def _terms(self, z: Tensor, z_silo: Tensor, z_record: Tensor) -> LogTerms:
-        return self.weigher.problem.density.evaluate(z, z_silo[0], z_record, self.theta, self.view.rows)
+        z_record = z_record.expand(len(self.view.weights), -1)  # a graph counts records by their latents
+        return self.evaluate(z, z_silo[0], z_record, self.theta, self.view.rows)
 
     def joint(self) -> Joint:
         """log p(y_j, Z_S | Z_G) of a silo without latents of records."""
-        return joint_of(self.weigher.problem.density, self.theta, self.view.rows, self.view.weights)
+        return joint_of(self.evaluate, self.theta, self.view.rows, self.view.weights)
 
-    def log_density_of_silo(self, z: Tensor) -> Callable[[Tensor], Tensor]:
+    def density_of_silo(self, z: Tensor) -> _Density:
         """Of its own latents (1, n_silo), of a silo without latents of records: (1,)."""
-        joint = self.joint()
-        return lambda z_silo: joint(z_silo[0], z)[None]
+        joint, graph = self.joint(), self.graph
+        curved = None if graph is None else functools.partial(graph, z, *self.data)
+        return _Density(lambda z_silo: joint(z_silo[0], z)[None], curved)
 
-    def log_density_of_records(self, z: Tensor, z_silo: Tensor) -> Callable[[Tensor], Tensor]:
+    def density_of_records(self, z: Tensor, z_silo: Tensor) -> _Density:
         """Of records' latents (N, n_record): (N,)."""
-        return lambda z_record: self._terms(z, z_silo, z_record).records
+        graph = self.graph
+        curved = None if graph is None else functools.partial(graph, z, z_silo[0], *self.data[:2])
+        return _Density(lambda z_record: self._terms(z, z_silo, z_record).records, curved)
 
     def of_silo(self, z: Tensor) -> Params:
         """q(Z_S | Z_G)."""
@@ -617,20 +679,31 @@ class _Latents(NamedTuple):
         for z_g in torch.cat([self.loc[None], z[:: max(1, len(z) // (_LOOKS - 1))]])[:_LOOKS]:
             own = self.of_silo(z_g)
             if n_record:
-                log_density = self.log_density_of_records(z_g, own["loc"])
-                counted = lambda z, f=log_density: torch.where(self.view.weights > 0, f(z), -math.inf)  # noqa: E731
+                density = self.density_of_records(z_g, own["loc"])
+                counted = lambda z, f=density.of: torch.where(self.view.weights > 0, f(z), -math.inf)  # noqa: E731
                 moments = self.of_records(z_g, own["loc"])
-                found = found._replace(record=_looked(counted, log_density, moments, climbs_record, found.record))
+                found = found._replace(record=_looked(counted, density, moments, climbs_record, found.record))
             else:
-                log_density = self.log_density_of_silo(z_g)
-                found = found._replace(silo=_looked(log_density, log_density, own, climbs_silo, found.silo))
+                density = self.density_of_silo(z_g)
+                found = found._replace(silo=_looked(density.of, density, own, climbs_silo, found.silo))
         return found
 
 
-def _modes(log_density: Callable[[Tensor], Tensor], moments: Params, off: Tensor, climbs: bool) -> list[Params]:
-    """`moments` moved to modes, which are `off` (modes, rows, n) from their mean, or, without these, near it."""
-    found = [{**moments, "loc": moments["loc"] + by} for by in off] or [moments]
-    return [_around_mode(log_density, each) for each in found] if climbs else found
+class _Density(NamedTuple):
+    """A log density of latents, a row each."""
+
+    of: Callable[[Tensor], Tensor]  # (N, n) to (N,)
+    by_graph: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # `curved`, if there is one
+
+    def curved(self, z: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Slopes (N, n) and a factor (N, n, n) of the inverse of minus the curvature, or `before` where a row is not
+        curved downwards."""
+        return self.by_graph(z, before) if self.by_graph else _curved(self.of, z, before)
+
+
+def _moved(moments: Params, off: Tensor) -> list[Params]:
+    """`moments` at each of `off` (modes, rows, n) from their mean; without these, as they are."""
+    return [{**moments, "loc": moments["loc"] + by} for by in off] or [moments]
 
 
 def _at(modes: list[Params], k: int, eps: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -688,26 +761,32 @@ class _Known:
 
 
 def _looked(
-    counted: Callable[[Tensor], Tensor], log_density: Callable[[Tensor], Tensor], moments: Params, climbs: bool,
-    known: Tensor,
-) -> Tensor:  # fmt: skip
+    counted: Callable[[Tensor], Tensor], density: _Density, moments: Params, climbs: bool, known: Tensor
+) -> Tensor:
     """`known` (modes, rows, n) as in `_Others`, and modes more that rows have here, if these hold more than a
-    tiny share. counted: `log_density`, -inf for rows that do not count."""
+    tiny share. counted: of `density`, -inf for rows that do not count."""
 
-    def of(off: Tensor) -> Params:
-        """The mode that is `off` from the mean of q(Z_L | Z_G)."""
-        there = {**moments, "loc": moments["loc"] + off}
-        return _around_mode(log_density, there, mapped=False) if climbs else there
+    def of(off: list[Tensor]) -> list[Params]:
+        """The modes that are `off` from the mean of q(Z_L | Z_G), each of them."""
+        there = [{**moments, "loc": moments["loc"] + by} for by in off]
+        if not climbs or not there:
+            return there
+        stacked = {name: torch.stack([each[name] for each in there]) for name in moments}
+        found = _around_mode(lambda: density, stacked, of=())
+        return [{name: value[k] for name, value in found.items()} for k in range(len(there))]
 
     def height(z: Tensor) -> Tensor:
         return counted(z).nan_to_num(nan=-math.inf, posinf=-math.inf)
 
-    modes = [of(off) for off in known] or [of(torch.zeros_like(moments["loc"]))]
+    modes = of(list(known)) or of([torch.zeros_like(moments["loc"])])
     found = _Known(modes, list(known.unbind(0)) or [modes[0]["loc"] - moments["loc"]], height)
-    for place, peak in _peaks(height, found.main):
-        if bool((peak > found.top - 5 * _UNCLIMBED).any()):
-            there = of(torch.where((peak > -math.inf)[:, None], place, found.main["loc"]) - moments["loc"])
-            found.add(there, there["loc"] - moments["loc"], found.matters(there, climbs))
+    places = [
+        torch.where((peak > -math.inf)[:, None], place, found.main["loc"]) - moments["loc"]
+        for place, peak in _peaks(height, found.main)
+        if bool((peak > found.top - 5 * _UNCLIMBED).any())
+    ]
+    for there in of(places):
+        found.add(there, there["loc"] - moments["loc"], found.matters(there, climbs))
     return torch.stack(found.offs) if len(found.offs) > 1 else known
 
 
@@ -725,7 +804,7 @@ def _peaks(height: Callable[[Tensor], Tensor], main: Params) -> Iterator[tuple[T
     if n > 1:
         even = torch.quasirandom.SobolEngine(n).draw(_RAYS + 1, dtype=torch.float64)[1:].clamp(1e-3, 1 - 1e-3)
         rays = torch.cat([rays, torch.nn.functional.normalize(torch.special.ndtri(even), dim=1)])
-    size = max(1, AT_ONCE // max(1, loc.numel()))
+    size = max(1, _AT_ONCE // max(1, loc.numel()))
     for ray in torch.cat([rays, -rays]).to(loc):
         eps = (along[:, None] * ray)[:, None]
         parts = [over_draws(lambda e: height(gaussian_rows.transform(main, e)), part) for part in eps.split(size)]
@@ -747,61 +826,86 @@ def _beside(a: Params, b: Params) -> Tensor:
     return ((a["loc"] - b["loc"]) / by).norm(dim=-1)
 
 
-def _each(fn: Any, *args: Tensor) -> Any:
+def _each(fn: Any, *args: Any) -> Any:
     """`fn` of each of args (K, ...), without mapping over a single one."""
-    if len(args[0]) > 1:
+    tensors = flatten(args)
+    if len(tensors[0]) > 1:
         return over_draws(fn, *args)
-    found = fn(*(arg[0] for arg in args))
-    return tuple(value[None] for value in found) if isinstance(found, tuple) else found[None]
+    found = fn(*structure(args)(iter([t[0] for t in tensors])))
+    return structure(found)(iter([t[None] for t in flatten(found)]))
 
 
-def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params, mapped: bool = True) -> Params:
-    """`moments` (rows; n of 1 or 2) moved to where `log_density`, of rows (N, n) to (N,), has its mode at this Z_G, and
-    scaled by the curvature there: q(Z_L | Z_G) may be far off where Z_G is far from q's mean. By Newton's steps, the
-    best of `SHARES` of each; rows that are not curved downwards keep their scale, and such as run off keep all. Where
-    nothing is `mapped` over Z_G, a step that no row takes is the last: all further ones would be the same."""
+def _around_mode(
+    density: _Density | Callable[..., _Density], moments: Params, of: tuple[Tensor, ...] | None = None
+) -> Params:
+    """`moments` (rows; n of 1 or 2) moved to where `density` has its mode at this Z_G, and scaled by the curvature
+    there: q(Z_L | Z_G) may be far off where Z_G is far from q's mean. By Newton's steps, the best of `SHARES` of each;
+    rows that are not curved downwards keep their scale, and such as run off keep all.
+
+    of: there are K `moments` (K, rows, ...), whose `density` is that of `of` (K, ...); steps end where all rows are at
+    rest. None: there is one, and this is within a function that is mapped over Z_G, where nobody sees whether they are.
+    """
+
+    def run(fn: Any, *args: Any) -> Any:
+        if isinstance(density, _Density):
+            return fn(density, *args)
+        return _each(lambda of, *args: fn(density(*of), *args), of, *args)
+
     loc, log_scale = moments["loc"], moments["log_scale"]
-    n, slope = loc.shape[-1], torch.func.grad(lambda z: log_density(z).sum())
-
-    def curved(z: Tensor) -> tuple[Tensor, Tensor]:
-        """Slopes (N, n) and a factor (N, n, n) of the inverse of minus the curvature."""
-        # Backwards twice: forwards, where tangents are zero, PyTorch asks Python for their shapes in every operation.
-        first_slope, pull = torch.func.vjp(slope, z)[:2]
-        curve = -torch.stack([pull(z.new_zeros(z.shape).index_fill(1, k, 1.0))[0] for k in index], -1)
-        a, c = curve[:, 0, 0], curve[:, -1, -1]
-        b = 0.5 * (curve[:, 0, -1] + curve[:, -1, 0]) if n > 1 else torch.zeros_like(a)
-        left = a - b.square() / c
-        fine = (left > 0) & (c > 0)
-        first, last = torch.where(fine, left, 1.0).rsqrt(), torch.where(fine, c, 1.0).rsqrt()
-        if n == 1:
-            return first_slope, torch.where(fine[:, None, None], first[:, None, None], before)
-        made = torch.stack([first, torch.zeros_like(a), -b / torch.where(fine, c, 1.0) * first, last], -1)
-        return first_slope, torch.where(fine[:, None, None], made.unflatten(-1, (2, 2)), before)
-
-    index = [torch.tensor([k], device=loc.device) for k in range(n)]
-    before = log_scale.exp().unsqueeze(-1) * moments.get("lower", torch.eye(n, dtype=loc.dtype, device=loc.device))
-    at, height = loc, log_density(loc).nan_to_num(nan=-math.inf, neginf=-math.inf)
-    nearer = torch.stack([loc * share for share in _NEARER])
-    heights = over_draws(log_density, nearer).nan_to_num(nan=-math.inf, neginf=-math.inf)
-    at, height = likeliest(at, height, nearer, torch.where(height == -math.inf, heights, -math.inf))
+    eye = torch.eye(loc.shape[-1], dtype=loc.dtype, device=loc.device)
+    before = log_scale.exp().unsqueeze(-1) * moments.get("lower", eye)
+    at, height = run(_nearer, loc)
     for _ in range(FROM_AFAR):
-        g, factor = curved(at)
-        white = (factor.mT @ g.unsqueeze(-1)).squeeze(-1)
-        length = white.norm(dim=-1, keepdim=True)
-        step = (factor @ (white * (_STRIDE / length.clamp(min=_STRIDE))).unsqueeze(-1)).squeeze(-1)
-        tried = torch.stack([at + share * step for share in SHARES])
-        heights = over_draws(log_density, tried).nan_to_num(nan=-math.inf)
-        began = at
-        at, height = likeliest(tried[0], heights[0], [*tried[1:], at], [*heights[1:], height])
-        if not mapped and torch.equal(at, began):
+        at, height, rests = run(_stepped, at, height, before)
+        if of is not None and bool(rests.all()):
             break
-    _, factor = curved(at)
-    good = (at.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[:, None]
+    _, factor = run(_Density.curved, at, before)
+    good = (at.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[..., None]
     scale = factor.diagonal(dim1=-2, dim2=-1)
     found = {"loc": torch.where(good, at, loc), "log_scale": torch.where(good, scale.log(), log_scale)}
     if "lower" in moments:
         found["lower"] = torch.where(good.unsqueeze(-1), factor / scale.unsqueeze(-1), moments["lower"])
     return found
+
+
+def _nearer(density: _Density, loc: Tensor) -> tuple[Tensor, Tensor]:
+    """Where Newton's steps begin (N, n), and the log density there."""
+    height = density.of(loc).nan_to_num(nan=-math.inf, neginf=-math.inf)
+    nearer = torch.stack([loc * share for share in _NEARER])
+    heights = over_draws(density.of, nearer).nan_to_num(nan=-math.inf, neginf=-math.inf)
+    return likeliest(loc, height, nearer, torch.where(height == -math.inf, heights, -math.inf))
+
+
+def _stepped(density: _Density, at: Tensor, height: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """After one of Newton's steps, with `before` (N, n, n) for a factor where rows are not curved downwards: places and
+    heights, and which rows (N,) are at rest, for the step was short, or none was taken."""
+    g, factor = density.curved(at, before)
+    white = (factor.mT @ g.unsqueeze(-1)).squeeze(-1)
+    length = white.norm(dim=-1, keepdim=True)
+    step = (factor @ (white * (_STRIDE / length.clamp(min=_STRIDE))).unsqueeze(-1)).squeeze(-1)
+    tried = torch.stack([at + share * step for share in SHARES])
+    heights = over_draws(density.of, tried).nan_to_num(nan=-math.inf)
+    after, its = likeliest(tried[0], heights[0], [*tried[1:], at], [*heights[1:], height])
+    return after, its, (length[:, 0] < _AT_REST) | (after == at).all(-1)
+
+
+def _curved(log_density: Callable[[Tensor], Tensor], z: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """`_Density.curved`."""
+    # Backwards twice: forwards, where tangents are zero, PyTorch asks Python for their shapes in every operation.
+    n = z.shape[-1]
+    of_sum = torch.func.grad(lambda z: log_density(z).sum())
+    slope, pull = torch.func.vjp(of_sum, z)[:2]
+    index = [torch.tensor([k], device=z.device) for k in range(n)]
+    curve = -torch.stack([pull(z.new_zeros(z.shape).index_fill(1, k, 1.0))[0] for k in index], -1)
+    a, c = curve[:, 0, 0], curve[:, -1, -1]
+    b = 0.5 * (curve[:, 0, -1] + curve[:, -1, 0]) if n > 1 else torch.zeros_like(a)
+    left = a - b.square() / c
+    fine = (left > 0) & (c > 0)
+    first, last = torch.where(fine, left, 1.0).rsqrt(), torch.where(fine, c, 1.0).rsqrt()
+    if n == 1:
+        return slope, torch.where(fine[:, None, None], first[:, None, None], before)
+    made = torch.stack([first, torch.zeros_like(a), -b / torch.where(fine, c, 1.0) * first, last], -1)
+    return slope, torch.where(fine[:, None, None], made.unflatten(-1, (2, 2)), before)
 
 
 def _grid(n: int, other: bool) -> _Nodes:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -22,12 +23,13 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import UNABLE
-from secure_fvi.algorithms import local_fit
+from secure_fvi.algorithms import local_fit, stationarity
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.final_server import Rest
 from secure_fvi.algorithms.natural import Natural, from_moments, to_eta
 from secure_fvi.algorithms.pvi import FINISH, MARGIN, PVIProgram, tempered
 from secure_fvi.errors import AggregationError
+from secure_fvi.fitting import build_parties
 from secure_fvi.results import Result
 
 EXACT: Any = {"local_optimizer": "closed_form", "family": "full"}
@@ -447,3 +449,33 @@ def test_the_posterior_of_a_natural_factor_is_what_eta_says() -> None:
     again = as_natural(found.family, found.eta)
     torch.testing.assert_close(again.precision, exact.precision)
     torch.testing.assert_close(again.shift, exact.shift)
+
+
+@pytest.mark.parametrize("n_silo", [0, 1])
+def test_the_slope_at_many_draws_at_once_is_that_at_each(n_silo: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the rounding of sums, and so where its gradient has been traced. The control: other draws have another one."""
+
+    def program(y: Tensor) -> None:
+        level = pyro.sample("mu", dist.Normal(0.0, 3.0))
+        own = pyro.sample("own", dist.Normal(0.0, 0.7)) if n_silo else 0.0
+        with pyro.plate("records", len(y)):
+            pyro.sample("y", dist.StudentT(3.0, level + own, 0.4), obs=y)
+
+    model = sf.FederatedModel(program, silo_sites=("own",) if n_silo else ())
+    rows = [{"y": torch.linspace(-1, 1, n, dtype=torch.float64)} for n in (6, 4)]
+    silo = build_parties(model, rows, sf.PVI(family="full"), sf.Plain(), compile=False).engine.silos["silo-1"]
+    assert isinstance(silo.program, PVIProgram)
+    fit = silo.program.fit
+    own, q = fit.init(silo.view), from_moments(torch.zeros(1).double(), torch.full((1, 1), 0.16).double())
+
+    def slope(seed: int) -> np.typing.NDArray[np.float64]:
+        eps = stationarity.final_draws(seed, 1, full=True)
+        return fit.at_the_end(eps, 1, {}, q, own, silo.view, weighs=False)
+
+    found = [slope(0) for _ in range(2)]
+    monkeypatch.setattr(stationarity, "TRACE_AFTER_CALLS", 0)
+    found.append(slope(0))
+    monkeypatch.setattr(stationarity, "_AT_ONCE", 0)
+    for each in found:
+        np.testing.assert_allclose(each, slope(0), rtol=1e-12, atol=1e-12)
+    assert np.abs(found[0] - slope(1)).max() > 1e-6

@@ -64,8 +64,8 @@ def _two_levels(n_record: int, n_silo: int) -> Callable[[Tensor], None]:
     return program
 
 
-def _integrated(n_record: int, n_silo: int, log_scale: float) -> float:
-    """The sd of errors of a silo's log marginal likelihood, nats, at the draws of q within 2 of its sds."""
+def _nats(n_record: int, n_silo: int, log_scale: float) -> tuple[Tensor, weighing.Points, Tensor]:
+    """A silo's log marginal likelihood at the draws of q, nats; these; and its records."""
     silos = _rows(3)
     model = sf.FederatedModel(_two_levels(n_record, n_silo), silo_sites=("own",) if n_silo else ())
     server, engine, _ = build_parties(model, silos, sf.PVI(family="full"), sf.Plain(), compile=False)
@@ -82,7 +82,12 @@ def _integrated(n_record: int, n_silo: int, log_scale: float) -> float:
     q = from_moments(torch.zeros(1).double(), torch.full((1, 1), 0.16).double())
     at = points(problem, q)
     weigher = Weigher(problem, program.families.local, program.families.silo)
-    found = torch.from_numpy(weigher(q, at, {}, record, at_silo, silo.view, 0))[1 : 1 + len(at.draws)]
+    return torch.from_numpy(weigher(q, at, {}, record, at_silo, silo.view, 0))[1 : 1 + len(at.draws)], at, y
+
+
+def _integrated(n_record: int, n_silo: int, log_scale: float) -> float:
+    """The sd of errors of a silo's log marginal likelihood, nats, at the draws of q within 2 of its sds."""
+    found, at, y = _nats(n_record, n_silo, log_scale)
     covariance = (0.16 + 0.25 * n_record) * torch.eye(len(y)) + 0.49 * n_silo
     marginal = dist.MultivariateNormal(at.draws.expand(-1, len(y)), covariance).log_prob(y)
     return float((found - marginal)[at.eps[:, 0].abs() < 2].std())
@@ -605,8 +610,46 @@ def test_a_latents_mode_is_found_from_where_it_has_no_density(monkeypatch: pytes
         return torch.where(z < 0.4, -0.5 * ((z - 0.01) / 0.002).square(), -math.inf)[:, 0]
 
     there = {"loc": torch.tensor([[1.6]]), "log_scale": torch.tensor([[-3.5]])}
-    found = weighing._around_mode(log_density, there)
+    found = weighing._around_mode(weighing._Density(log_density), there)
     assert float(found["loc"]) == pytest.approx(0.01, abs=1e-5)
     assert float(found["log_scale"].exp()) == pytest.approx(0.002, rel=1e-3)
     monkeypatch.setattr(weighing, "_NEARER", (1.0,))
-    assert float(weighing._around_mode(log_density, there)["loc"]) == pytest.approx(1.6)
+    assert float(weighing._around_mode(weighing._Density(log_density), there)["loc"]) == pytest.approx(1.6)
+
+
+def test_steps_to_modes_end_where_all_are_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many at once, where each of them would be by all steps alone."""
+    where = torch.linspace(-4, 4, 9, dtype=torch.float64)[:, None]
+
+    def density(where: Tensor) -> weighing._Density:
+        return weighing._Density(lambda z: -(z[:, 0] - where[0]).cosh() - 0.1 * z[:, 0] ** 4)
+
+    start = {"loc": torch.zeros(9, 2, 1).double(), "log_scale": torch.zeros(9, 2, 1).double()}
+    taken = []
+    step = weighing._stepped
+    monkeypatch.setattr(weighing, "_stepped", lambda *args: taken.append(1) or step(*args))
+    found = weighing._around_mode(density, start, of=(where,))
+    assert len(taken) < weighing.FROM_AFAR
+    for k in range(9):
+        alone = weighing._around_mode(density(where[k]), {name: value[k] for name, value in start.items()})
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name][k], value, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("latents", [(1, 0), (0, 1), (2, 0), (1, 1)])
+def test_graphs_stand_for_a_program_where_its_latents_are_integrated_out(
+    latents: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the rounding of sums. The control: another graph gives other nats."""
+    by_graph = _nats(*latents, -1.0)[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(weighing.Traced, "graph", lambda self, *_: self.fn)
+        torch.testing.assert_close(by_graph, _nats(*latents, -1.0)[0], rtol=0, atol=1e-9)
+    graph = weighing.Traced.graph
+
+    def wrong(self: Any, *args: Any) -> Any:
+        found = graph(self, *args)
+        return lambda *args: found(args[0] + 0.1, *args[1:])
+
+    monkeypatch.setattr(weighing.Traced, "graph", wrong)
+    assert float((by_graph - _nats(*latents, -1.0)[0]).abs().max()) > 1e-3
