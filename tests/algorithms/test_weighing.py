@@ -595,7 +595,10 @@ def test_what_nobody_weighed_is_not_assessed(family: Any, weighs: bool) -> None:
 
 
 def test_under_privacy_no_likelihood_is_summed() -> None:
-    algorithm, privacy = sf.PVI(rounds=3, family="full"), sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0)
+    algorithm, privacy = (
+        sf.PVI(rounds=3, family="full"),
+        sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0, noise="silo"),
+    )
     server, _, _ = build_parties(
         sf.FederatedModel(_heavy_tail, "r"), _rows(2), algorithm, sf.Masked(), compile=False, privacy=privacy
     )
