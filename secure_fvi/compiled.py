@@ -134,11 +134,14 @@ class Traced:
         # A number among arrays, such as an optimiser's step count, has no axis of records.
         axes = [axis if axis is not None and axis < t.dim() else None for axis, t in zip(named, flat, strict=True)]
         fixed: list[int | None] = [None] * len(axes)
-        attempts: list[list[int | None]] = [axes] if self.by_shape else [axes, fixed]
+        # First with sizes that are numbers, in half the time: what is wrong then is wrong at this size too.
+        attempts: list[tuple[list[int | None], bool]] = [(axes, True)]
+        if not self.by_shape:
+            attempts = [*([(axes, False)] if self.mode == "traced" else []), (axes, True), (fixed, True)]
         why = ""
-        for attempt in attempts:
+        for attempt, symbolic in attempts:
             try:
-                run, got = self._attempt(on_flat, flat, attempt, expected)
+                run, got = self._attempt(on_flat, flat, attempt, expected, symbolic)
             except Exception as error:  # whatever a user's program does that a tracer cannot follow
                 _log.debug("tracing failed", exc_info=True)
                 why = reason(error)
@@ -154,10 +157,10 @@ class Traced:
 
     def _attempt(
         self, fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None],
-        expected: Sequence[Tensor],
+        expected: Sequence[Tensor], symbolic: bool,
     ) -> tuple[_Run, Sequence[Tensor]]:  # fmt: skip
         """A graph and what it gives, which is `expected`. Raises whatever keeps it from that."""
-        graph = trace_graph(fn, flat, axes)
+        graph = trace_graph(fn, flat, axes, symbolic)
         if self.mode == "compiled":
             try:
                 run = _compile(graph, flat, axes)
@@ -171,7 +174,7 @@ class Traced:
                 _log.warning("not compiled (%s); the traced graph runs instead", said)
                 self.mode = "traced"
         run = lean(graph).forward
-        return run, _agreed(run(*flat), expected)
+        return run, _agreed(run(*flat), expected, 1e-3 if symbolic else exactly(flat[0].dtype))
 
 
 class TracedOnMade(Traced):
@@ -213,8 +216,15 @@ class TracedOnMade(Traced):
         return lambda *args: build(iter(run(*flatten(args))))
 
 
-def trace_graph(fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None]) -> GraphModule:
-    """Trace on stand-ins whose record axis has a length that no other axis has, so that it alone is symbolic."""
+def trace_graph(
+    fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None], symbolic: bool = True
+) -> GraphModule:
+    """Trace on stand-ins whose record axis has a length that no other axis has, so that it alone is symbolic.
+
+    Without `symbolic` that length is a number in all that is computed, and what is left of it in the graph stands for
+    the number of records; a function of it that is no multiple (a mean's divisor, say, as a fraction) stays as it was.
+    The caller compares, `exactly`.
+    """
     lengths = {size for tensor in flat for size in tensor.shape}
     records = next(p for p in _PRIMES if p not in lengths)
     examples = []
@@ -224,7 +234,7 @@ def trace_graph(fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: S
             shape[axis] = records
         examples.append(tensor.new_zeros(shape))
     known = next(((i, axis) for i, axis in enumerate(axes) if axis is not None), None)
-    mode: Literal["fake", "symbolic"] = "fake" if known is None else "symbolic"
+    mode: Literal["fake", "symbolic"] = "symbolic" if symbolic and known is not None else "fake"
     module = make_fx(fn, tracing_mode=mode, _allow_non_fake_inputs=True)(*examples)
     for node in reversed(module.graph.nodes):
         # Optimisers mark their steps for the profiler; the marks cannot be compiled and cost time.
@@ -269,6 +279,32 @@ def lean(module: GraphModule) -> GraphModule:
     return module
 
 
+def to_map(module: GraphModule) -> GraphModule:
+    """A `lean` graph that can be mapped and differentiated as the function can. Raises ValueError for one that writes
+    into its tensors, or reads them by their memory."""
+    for node in module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if (schema is not None and schema.is_mutable) or "as_strided" in str(node.target):
+            raise ValueError(str(node.target))
+        if node.op == "call_function":
+            node.target = _MAPPED.get(str(node.target), torch.reshape if node.target is Tensor.view else node.target)
+    module.recompile()
+    return module
+
+
+def size_of(x: Tensor, axis: int) -> int:
+    """As a program has it by `len`: a tracer takes it for the number that it is, and `_free_record_count` frees it."""
+    return int(x.shape[axis])
+
+
+#: In place of ATen's own: a size as Python sees it holds under `vmap` too; a view that memory forbids becomes a copy.
+_MAPPED: dict[str, Callable[..., Any]] = {
+    "aten.sym_size.int": size_of,
+    "aten.view.default": torch.reshape,
+    "aten._unsafe_view.default": torch.reshape,
+}
+
+
 def _fill_anew(graph: Graph) -> None:
     """A new tensor for each that is filled in place, where nothing else reads its memory."""
 
@@ -290,10 +326,16 @@ class _OtherNumbers(Exception):
     """A graph does not give what the function does."""
 
 
-def _agreed(got: Sequence[Tensor], expected: Sequence[Tensor]) -> Sequence[Tensor]:
-    if not agree(got, expected):
+def _agreed(got: Sequence[Tensor], expected: Sequence[Tensor], within: float = 1e-3) -> Sequence[Tensor]:
+    if not agree(got, expected, within):
         raise _OtherNumbers
     return got
+
+
+def exactly(dtype: torch.dtype) -> float:
+    """Within what a graph's numbers are those of the function, which they are to the last bit but where many are
+    summed in another order."""
+    return 1e-11 if dtype == torch.float64 else 1e-4
 
 
 def reason(error: Exception) -> str:
@@ -392,13 +434,13 @@ def _free_record_count(graph: Graph, records: int, position: int, axis: int) -> 
             node.kwargs = {k: free(v) for k, v in node.kwargs.items()}
 
 
-def agree(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def agree(got: Sequence[Tensor], expected: Sequence[Tensor], within: float = 1e-3) -> bool:
     """Whether two ways of computing the same differ by rounding at most."""
 
     def same(g: Tensor, e: Tensor) -> bool:
         finite = e[torch.isfinite(e)]
         scale = float(finite.abs().max()) if finite.numel() else 0.0
-        return g.shape == e.shape and torch.allclose(g, e, rtol=1e-3, atol=1e-5 * scale, equal_nan=True)
+        return g.shape == e.shape and torch.allclose(g, e, rtol=within, atol=0.01 * within * scale, equal_nan=True)
 
     return len(got) == len(expected) and all(map(same, got, expected))
 

@@ -126,6 +126,9 @@ class LogDensity:
             sum(terms["record"], zero.expand(z_record.shape[-2])),
         )
 
+    def often(self, start: Start, theta: Params, rows: Params) -> None:
+        """At a silo: it is going to be evaluated there again and again, on these rows (N, ...)."""
+
     def log_prior(self, z_global: Tensor, theta: Params) -> Tensor:
         """log p_theta(Z_G), in nats, from made data: the server's part."""
         return sum(self._run_on_dummy(z_global, theta).terms["global"], z_global.new_zeros(()))

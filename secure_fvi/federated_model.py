@@ -105,6 +105,12 @@ class FederatedModel:
         return False
 
     @property
+    def own_slopes(self) -> bool:
+        """Whether the program says what its functions' derivatives are, in fewer operations than PyTorch makes of
+        theirs: a graph of it would not."""
+        return False
+
+    @property
     def record(self) -> str:
         """What one record is, for the claim of a private run."""
         label = self.record_label

@@ -560,6 +560,11 @@ class MixedModel(FederatedModel):
         """Of all families. What quadrature leaves of a density that is a billion nats lower is no edge."""
         return True
 
+    @property
+    def own_slopes(self) -> bool:
+        """`_Softplus`, of many nodes a row."""
+        return bool(self.fn.integrated)  # type: ignore[attr-defined]
+
     def with_latents(self) -> MixedModel:
         """The same model, in which records' effects are latents rather than integrated out: for samplers."""
         program = copy.copy(self.fn)

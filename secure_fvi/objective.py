@@ -95,39 +95,40 @@ def silo_gradient(
         def log_silo(z_silo: Tensor, shift: Tensor) -> Tensor:
             return gaussian_rows.log_prob(silo.moments(silo_params, {}, {}, z_global, shift), z_silo).sum()
 
-        z_silo, draw_silo_vjp = vjp(draw_silo, silo_params, shift)
-        silo_shift = z_silo[0] - silo_params["loc"][0] if silo_params else z_silo[0]
-        z_local, draw_vjp = vjp(draw, local_params, theta, z_global, shift, silo_shift)
-        (log_p, log_p_silo), joint_vjp = vjp(log_joint, z_global, z_silo, z_local, theta)
-        log_q, log_q_vjp = vjp(log_local, z_local, z_global, shift, silo_shift)
-        log_q_silo, log_q_silo_vjp = vjp(log_silo, z_silo, shift)
-
-        log_w = log_p - log_q
-        share = torch.softmax(log_w, 0)
-        once = torch.full_like(log_q_silo, float(of_silo))
-        p_global, p_silo, p_local, p_theta = joint_vjp((share * weights, once))
-        q_local, q_global, q_shift, q_silo_in_local = log_q_vjp(share.square() * weights)
-        if samples > 1:
-            _, q_global, q_shift, q_silo_in_local = log_q_vjp((weights / samples).expand_as(log_q))
-        q_silo, q_silo_shift = log_q_silo_vjp(once)
-
-        local_grad, path_theta, path_global, path_local, path_local_silo = draw_vjp(
-            share.unsqueeze(-1) * p_local - q_local
-        )
-        # To the records Z_S is what Z_G is: along Z_L it moves with all its parameters but the mean.
-        silo_grad, path_silo = draw_silo_vjp(p_silo - q_silo - q_silo_in_local + path_local_silo)
+        # What a model has no latents for is left out: it would be nothing, in half of all operations.
+        z_silo, z_local = eps_silo, eps_local
         if silo_params:
-            silo_grad["loc"] = silo_grad["loc"] - path_local_silo
-
-        bound = torch.logsumexp(log_w, 0) - math.log(samples)
-        return SiloGradient(
-            value=(weights * bound).sum() + once * (log_p_silo - log_q_silo),
-            direct=p_global + path_global - q_global - q_shift - q_silo_shift,
-            path=path_local + path_silo,
-            theta={name: p_theta[name] + path_theta[name] for name in theta},
-            local=local_grad,
-            silo=silo_grad,
-        )
+            z_silo, draw_silo_vjp = vjp(draw_silo, silo_params, shift)
+        silo_shift = z_silo[0] - silo_params["loc"][0] if silo_params else z_silo[0]
+        if has_records := z_local.shape[-1] > 0:
+            z_local, draw_vjp = vjp(draw, local_params, theta, z_global, shift, silo_shift)
+        (log_p, log_p_silo), joint_vjp = vjp(log_joint, z_global, z_silo, z_local, theta)
+        once = torch.full_like(log_p_silo, float(of_silo))
+        log_w = log_p
+        if has_records:
+            log_q, log_q_vjp = vjp(log_local, z_local, z_global, shift, silo_shift)
+            log_w = log_p - log_q
+        share, bound = torch.softmax(log_w, 0), torch.logsumexp(log_w, 0) - math.log(samples)
+        p_global, p_silo, p_local, p_theta = joint_vjp((share * weights, once))
+        value, direct, path = (weights * bound).sum() + once * log_p_silo, p_global, torch.zeros_like(shift)
+        of_theta, of_local, of_silo_params = dict(p_theta), dict[str, Tensor](), dict[str, Tensor]()
+        if has_records:
+            q_local, q_global, q_shift, q_silo_in_local = log_q_vjp(share.square() * weights)
+            if samples > 1:
+                _, q_global, q_shift, q_silo_in_local = log_q_vjp((weights / samples).expand_as(log_q))
+            of_local, path_theta, path_global, path, path_local_silo = draw_vjp(share.unsqueeze(-1) * p_local - q_local)
+            direct = direct + path_global - q_global - q_shift
+            of_theta = {name: p_theta[name] + path_theta[name] for name in theta}
+            # To the records Z_S is what Z_G is: along Z_L it moves with all its parameters but the mean.
+            p_silo = p_silo - q_silo_in_local + path_local_silo
+        if silo_params:
+            log_q_silo, log_q_silo_vjp = vjp(log_silo, z_silo, shift)
+            q_silo, q_silo_shift = log_q_silo_vjp(once)
+            of_silo_params, path_silo = draw_silo_vjp(p_silo - q_silo)
+            if has_records:
+                of_silo_params["loc"] = of_silo_params["loc"] - path_local_silo
+            value, direct, path = value - once * log_q_silo, direct - q_silo_shift, path + path_silo
+        return SiloGradient(value, direct, path, of_theta, of_local, of_silo_params)
 
     return run
 

@@ -6,8 +6,9 @@ here, nothing of this is loaded.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyro
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.distributions import Categorical, biject_to, constraints, transform_to
 from torch.distributions.constraints import Constraint
 
-from secure_fvi.density import LogDensity, Params, Role, Start, running
+from secure_fvi import compiled
+from secure_fvi.density import Layout, LogDensity, LogTerms, Params, Role, Start, running
 from secure_fvi.errors import InputError
-from secure_fvi.federated_model import FederatedModel
+from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.later import Later
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ else:  # which make one of these
     data_contract, program_sites = Later("secure_fvi.data_contract"), Later("secure_fvi.program_sites")
 
 _LOG_2_PI = math.log(2 * math.pi)
+_log = logging.getLogger(__name__)
 #: Among a run's own terms that of all record sites together, where discrete ones are summed out; no site's name.
 ALL_RECORDS = ""
 
@@ -185,8 +188,102 @@ def _from_module(msg: Any) -> bool:
     return len(msg["args"]) < 2 and msg["name"] in pyro.get_param_store()
 
 
+class _Graph:
+    """A program's `evaluate` as tensor operations, for any number of records from two on: it gives the same numbers to
+    the last bit, mapped over draws or not, and derivatives up to rounding."""
+
+    def __init__(
+        self, fn: Callable[..., LogTerms], z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params,
+        rows: Params,
+    ) -> None:  # fmt: skip
+        """Raises whatever a tracer cannot follow."""
+        self._theta, self._rows, self._like = sorted(theta), sorted(rows), z_global
+        flat = self._flat(z_global, z_silo, z_record, theta, rows)
+
+        def on_flat(*flat: Tensor) -> list[Tensor]:
+            named, columns = flat[3 : 3 + len(theta)], flat[3 + len(theta) :]
+            columns_by_name = dict(zip(self._rows, columns, strict=True))
+            return list(fn(*flat[:3], dict(zip(self._theta, named, strict=True)), columns_by_name))
+
+        axes = [None, None, 0, *[None] * len(theta), *[0] * len(rows)]
+        self._run = compiled.to_map(compiled.lean(compiled.trace_graph(on_flat, flat, axes, False))).forward
+
+    def __call__(self, *args: Any) -> LogTerms:
+        return LogTerms(*self._run(*self._flat(*args)))
+
+    def takes(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> bool:
+        """Whether it was traced for such."""
+        alike = z_global.dtype == self._like.dtype and z_global.device == self._like.device
+        return alike and rows.keys() == set(self._rows) and len(rows[self._rows[0]]) > 1
+
+    def equals(self, fn: Callable[..., LogTerms], *args: Any, also_slopes: bool) -> bool:
+        """Whether `fn` gives the same, and has the same slope and curvature (not so where a program's own gradients are
+        others than its operations', or are kept from PyTorch), here and at a place near by."""
+        within = 100 * compiled.exactly(self._like.dtype)
+        for away in (0.0, 0.3):
+            at = [z + away * torch.linspace(-1, 1, z.numel()).to(z).reshape(z.shape) for z in args[:3]]
+            theta, rows = args[3:]
+            with torch.no_grad():
+                pairs = zip(self(*at, theta, rows), fn(*at, theta, rows), strict=True)
+            if not all(torch.allclose(found, own, rtol=0, atol=0, equal_nan=True) for found, own in pairs):
+                return False
+            if also_slopes and not compiled.agree(_slopes(self, at, theta, rows), _slopes(fn, at, theta, rows), within):
+                return False
+        return True
+
+    def _flat(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> list[Tensor]:
+        columns = [rows[name] for name in self._rows]
+        # One row of latents may stand for all.
+        return [z_global, z_silo, z_record.expand(len(columns[0]), -1), *(theta[n] for n in self._theta), *columns]
+
+
+def _slopes(fn: Callable[..., LogTerms], z: Sequence[Tensor], theta: Params, rows: Params) -> list[Tensor]:
+    """The gradient of all terms, records weighed each by its own, and its product with the Hessian."""
+    with torch.enable_grad():
+        at, named = [v.detach().requires_grad_() for v in z], {n: v.detach().requires_grad_() for n, v in theta.items()}
+        terms, wanted = fn(*at, named, rows), [*at, *named.values()]
+        each = torch.linspace(0.5, 1.5, len(terms.records)).to(terms.records)
+        total = terms.shared + terms.silo + (each * terms.records).sum()
+        first = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
+        along = [g for g in first if g is not None and g.requires_grad]
+        bent = sum(((g * torch.linspace(0.5, 1.5, g.numel()).to(g).reshape(g.shape)).sum() for g in along), total * 0)
+        second = torch.autograd.grad(bent, wanted, allow_unused=True)
+    found = zip([*first, *second], wanted * 2, strict=True)
+    return [torch.zeros_like(v) if g is None else g.detach() for g, v in found]
+
+
 class ProgramDensity(LogDensity):
-    """`LogDensity` that runs the program."""
+    """`LogDensity` that runs the program, or, where it is evaluated often, a graph that was traced of it: by handlers
+    an evaluation takes some milliseconds, mapped over draws and differentiated several times as many."""
+
+    def __init__(self, model: FederatedModel, layout: Layout, schema: Schema) -> None:
+        super().__init__(model, layout, schema)
+        self._evaluations, self._seen = 0, set[int]()
+        self._graph: _Graph | None = None
+
+    def evaluate(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> LogTerms:
+        args = z_global, z_silo, z_record, theta, rows
+        if self._graph is not None and self._graph.takes(*args):
+            return self._graph(*args)
+        self._evaluations += 1
+        return super().evaluate(*args)
+
+    def often(self, start: Start, theta: Params, rows: Params) -> None:
+        """Traces the program once it has been evaluated so often that a trace pays, and compares: to the last bit for
+        each number of records, in slope and curvature for the first. Where these differ it runs as it is."""
+        size = len(next(iter(rows.values())))
+        if self.model.own_slopes or self._evaluations <= compiled.TRACE_AFTER_CALLS or size in self._seen:
+            return
+        args = start.z_global, start.z_silo, start.z_record, theta, rows
+        try:
+            graph = self._graph if self._seen else _Graph(super().evaluate, *args)
+            if graph is not None and not graph.equals(super().evaluate, *args, also_slopes=not self._seen):
+                graph = None
+        except Exception:  # whatever a user's program does that a tracer cannot follow
+            _log.debug("tracing failed", exc_info=True)
+            graph = None
+        self._graph = graph
+        self._seen.add(size)
 
     def start_at(self, problem: Any, rows: Params, size: int, silo: str) -> Start:
         return data_contract.read_at_silo(problem, rows, size, silo)

@@ -270,6 +270,8 @@ _RATES = (1.0, 0.1, 0.01)
 #: Half of Newton's steps over which q is seen to have settled, and in how many sds of their noise; those that are
 #: averaged after them, and their length.
 _HALF, _SURE, _ENDING, _SHORT = 5, 2.5, 12, 0.3
+#: Sds, and nats as a share, within which nothing has moved.
+_REST = 1e-9
 #: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
 _SETTLED_AT = 0.6
 #: Share of a first fit over which their rate rises: until q has found its width, gains mean nothing.
@@ -328,6 +330,17 @@ def settled(states: list[Tensor]) -> bool:
     noise = (way.diff(dim=0).square().mean(0) / _HALF).sqrt()  # of the difference of two means
     moved = way[:_HALF].mean(0) - way[_HALF:].mean(0)
     return bool((moved.abs() <= (_SURE * noise).clamp(min=0.05)).all())
+
+
+def at_rest(states: list[Tensor]) -> bool:
+    """Whether the last two steps, each by draws of its own, moved nothing: as of a normal target, at which no step by
+    any draws does. States as in `settled`."""
+    if len(states) < 3:
+        return False
+    before, last = torch.stack(states[-3:-1]), states[-1]
+    n = len(last) // 2
+    by = torch.cat([last[n : 2 * n], last[n : 2 * n], last[-1:].abs() + 1])
+    return bool(((before - last).abs() <= _REST * by).all())
 
 
 class SiloFit:
@@ -391,6 +404,8 @@ class SiloFit:
             own = own._replace(anchor=anchor, visits=own.visits + 1)
             return Fitted(end, value, gradient, own, torch.ones(q.n, dtype=torch.bool))
         families, moments, block = self.families, own.moments, self._block(view)
+        if self.problem.privacy is None:
+            self.problem.density.often(view.start, theta, view.rows)
         q_steps = block.steps
         silo, moved = reanchored_silo(own.silo, families.move(q.mean() - own.anchor), families.n_silo)
         record = reanchored_records(own.record, moved)
@@ -548,7 +563,7 @@ class SiloFit:
     def _until_settled(self, steps: int, visits: int, share: float) -> Callable[[Carry], Tensor | None]:
         """What gives the rates of Newton's next step, a row of `_schedule`, from where the last ended: full steps until
         these go nowhere but to and fro, at most `steps`, then short ones, which are averaged; None when they are
-        made."""
+        made, or all further ones would be the same."""
         rate, count = share * self.config.decay**visits, min(_ENDING, steps // 4)
         seen: list[Tensor] = []
         ending = iter(range(count))
@@ -557,6 +572,8 @@ class SiloFit:
             loc, sd, value = carry.q["loc"], carry.q["factor"].norm(dim=1), carry.average["value"]
             if len(seen) < steps - count and not settled(seen):
                 seen.append(torch.cat([loc, sd, value]))
+                if (self.families.eliminates or not self.families.has_latents) and at_rest(seen):
+                    return None
                 return loc.new_tensor([[rate, 1.0 if visits else _FIRST, 1.0]])
             last = next(ending, None)
             return None if last is None else loc.new_tensor([[_SHORT * rate, _SHORT, 1.0 / (last + 1)]])

@@ -451,7 +451,6 @@ class Weigher:
         self.n_record, self.n_silo = layout.size("record"), layout.size("silo")
         self._adapts, self.concave = True, eliminates(problem)
         mode = "traced" if problem.mode == "compiled" else problem.mode
-        self._terms = Traced(problem.density.evaluate, (None, None, 0, None, 0), mode)
         self.of_silo = Traced(self._curved_of_silo, (None, None, 0, 0, None, None), mode)
         self.of_records = Traced(self._curved_of_records, (None, None, None, 0, 0, 0), mode)
 
@@ -485,12 +484,10 @@ class Weigher:
     ) -> Tensor:
         """Nats at each of z (S, n). which: nodes, 0 and 1 for two kinds that are as good, 2 for fewer; `key` names the
         draws that they are made of."""
-        loc, evaluate = q.mean().to(self.problem.device, self.problem.dtype), self.problem.density.evaluate
+        self.problem.density.often(view.start, theta, view.rows)
         try:
-            if self.n_silo or self.n_record:
-                none = loc.new_zeros(self.n_silo), loc.new_zeros(len(view.weights), self.n_record)
-                evaluate = self._terms.graph(loc, *none, theta, view.rows)
-            latents = _Latents(self, evaluate, loc, theta, record, silo, view)
+            loc = q.mean().to(self.problem.device, self.problem.dtype)
+            latents = _Latents(self, self.problem.density.evaluate, loc, theta, record, silo, view)
             try:
                 return self._over(latents, z, self._nodes(view, key, which), which)
             except (RuntimeError, NotImplementedError):  # a program without second derivatives
