@@ -50,6 +50,7 @@ from secure_fvi.algorithms.base import (
     choose_cohort,
     form,
 )
+from secure_fvi.disclosure import Sums
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Conditional
 from secure_fvi.privacy.gate import Gate, Release
@@ -155,6 +156,7 @@ class Program(ABC):
         sums = self.sums()
         if problem.privacy is not None:
             sums = {name: one for name, one in sums.items() if one.protected}
+        self._check_after(declared.sums, sums)
         for said in (said for said in declared.sums if said.phase in sums):
             when = sums[said.phase].when._replace(most=said.at_most, counts=not said.besides)
             sums[said.phase] = sums[said.phase]._replace(when=when)
@@ -312,6 +314,18 @@ class Program(ABC):
     def received(self, message: Broadcast, names: Iterable[str]) -> Params:
         """Tensors of a broadcast, where and as this party computes."""
         return {name: self.move(message.tensors[name]) for name in names}
+
+    def _check_after(self, declared: Iterable[Sums], sums: Mapping[str, Sum]) -> None:
+        """What a server may ask after the sum that ends a job is one kind of question: each silo holds it to what that
+        sum named (`Silo`), and it is declared as telling likelihoods, which policies list."""
+        first, *others = [name for name, one in sums.items() if one.when.ends] or [""]
+        told = {said.phase for said in declared if said.besides and said.likelihood}
+        for name in others:
+            if name not in told or not sums[first].sent.keys() <= sums[name].sent.keys():
+                raise TypeError(
+                    f"{self.config.name}: '{name}' is asked after '{first}'; let it repeat what that names, and "
+                    "declare that it tells a likelihood"
+                )
 
     def _agreed(self, one: Sum) -> Terms:
         privacy, shared = self.problem.privacy, sum(block.size for block in one.chosen(one.protected))

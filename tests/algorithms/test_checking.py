@@ -237,6 +237,24 @@ def test_a_check_at_other_points_is_refused_and_would_tell_rows(held: bool, monk
         assert np.repeat(steps[:-1] + 0.5, np.rint(past[:-1] - past[1:]).astype(int)).tolist() == ages.tolist()
 
 
+@pytest.mark.parametrize("forgotten", ["what the final sum named", "that it tells a likelihood"])
+def test_a_sum_after_the_final_one_cannot_forget_what_holds_it(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the check did when it was new. The control is every other job."""
+    if forgotten == "that it tells a likelihood":
+        declared = checking.declared
+        monkeypatch.setattr(
+            checking, "declared", lambda *args: tuple(replace(said, likelihood=False) for said in declared(*args))
+        )
+    else:
+        sums = CheckedProgram.sums
+        monkeypatch.setattr(
+            CheckedProgram, "sums",
+            lambda self: {name: one._replace(sent={}) if name == CHECK else one for name, one in sums(self).items()},
+        )  # fmt: skip
+    with pytest.raises(TypeError, match="'check' is asked after 'finish'"):
+        build_parties(model(), tables(), sf.PVI(replicates=5), sf.Masked(), compile=False)
+
+
 def test_encrypted_totals_are_the_plain_ones() -> None:
     plain, encrypted = (
         sf.fit(model(), tables(), sf.PVI(replicates=20), sums, compile=False).replicated
