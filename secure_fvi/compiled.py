@@ -44,7 +44,6 @@ _CHEAPER: dict[str, Callable[..., Any]] = {
         "rsqrt", "select", "sigmoid", "sqrt", "sub", "sum", "tanh", "transpose", "tril", "unsqueeze", "where",
     )},
     **{name: getattr(torch.Tensor, name) for name in ("expand", "view")},
-    "sym_size": torch.Tensor.size,  # which vmap knows
 }  # fmt: skip
 #: Files of whoever calls a program, or is called by it.
 _NOT_OF_A_PROGRAM = re.compile(r"[/\\]site-packages[/\\]|[/\\]secure_fvi[/\\](?!models[/\\])|[/\\]lib[/\\]python|^<")
@@ -77,6 +76,7 @@ class Traced:
         self.fn, self.record_axis, self.mode, self.by_shape = fn, tuple(record_axis), mode, by_shape
         self._traces: dict[tuple[torch.Size, ...], tuple[_Run, _Build]] = {}
         self._calls: Counter[tuple[torch.Size, ...]] = Counter()  # by what a trace would be for
+        self._maps: dict[tuple[torch.Size, ...], bool] = {}
         #: Calls of equal shapes as one: of `engines.local`, and here since it lives as long.
         self.mapped: Callable[[list[tuple[Any, ...]]], list[Any]] | None = None
 
@@ -107,9 +107,9 @@ class Traced:
         run, build = known
         return build(iter(run(*flat)))
 
-    def graph(self, *args: Any) -> Callable[..., Any]:
-        """What stands for the function where it is mapped or differentiated, with arguments of these shapes: its trace,
-        made at once, or the function itself where there is none."""
+    def graph(self, *args: Any, mapped: Sequence[int]) -> Callable[..., Any]:
+        """What stands for the function where it is mapped over the arguments at `mapped`: its trace, made at once, with
+        arguments of these shapes; or the function itself where there is none, or none that PyTorch can map."""
         flat = flatten(args)
         key = tuple(t.shape for t in flat) if self.by_shape else ()
         if self.mode != "eager" and key not in self._traces:
@@ -118,7 +118,13 @@ class Traced:
         if self.mode == "eager":
             return self.fn
         run, build = self._traces[key]
-        return lambda *args: build(iter(run(*flatten(args))))
+
+        def graph(*args: Any) -> Any:
+            return build(iter(run(*flatten(args))))
+
+        if key not in self._maps:
+            self._maps[key] = _maps(graph, args, mapped)
+        return graph if self._maps[key] else self.fn
 
     def _trace(self, key: tuple[torch.Size, ...], args: Sequence[Any], flat: list[Tensor]) -> Any:
         """One call: trace, compare with the function itself, keep the graph only if they agree."""
@@ -175,6 +181,21 @@ class Traced:
                 self.mode = "traced"
         run = lean(graph).forward
         return run, _agreed(run(*flat), expected, 1e-3 if symbolic else exactly(flat[0].dtype))
+
+
+def _maps(graph: Callable[..., Any], args: Sequence[Any], mapped: Sequence[int]) -> bool:
+    """Whether a graph can be mapped over some of its arguments, and gives the same numbers: an operation that writes
+    into a tensor can not if that is one for all."""
+
+    def twice(value: Any) -> Any:
+        return structure(value)(iter([torch.stack([t, t]) for t in flatten(value)]))
+
+    both = [twice(arg) if k in mapped else arg for k, arg in enumerate(args)]
+    try:
+        found = torch.func.vmap(graph, tuple(0 if k in mapped else None for k in range(len(args))))(*both)
+    except RuntimeError:
+        return False
+    return agree([t[1] for t in flatten(found)], flatten(graph(*args)))
 
 
 class TracedOnMade(Traced):
@@ -253,6 +274,9 @@ def lean(module: GraphModule) -> GraphModule:
     PyTorch's functions, whose arguments are read in C++, stand for operators. A graph that writes into its tensors
     stays as it is, but where it fills one of its own, as the density of a half-Cauchy does."""
     graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        node.target = torch.Tensor.size  # which vmap knows
+    module.recompile()
     _fill_anew(graph)
     if any(getattr(node.target, "_schema", None) and node.target._schema.is_mutable for node in graph.nodes):
         return module

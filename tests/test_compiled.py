@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -13,6 +15,7 @@ from programs import intercepts, make_intercepts
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi import compiled
 from secure_fvi.compiled import TRACE_AFTER_CALLS, Traced, choose_mode, choose_threads, lean, threads, trace_graph
 from secure_fvi.fitting import build_parties
 
@@ -271,7 +274,7 @@ def test_a_graph_stands_for_its_function_where_that_is_mapped() -> None:
         return -torch.ones(len(x)).to(x) * (x @ z).square()
 
     traced = Traced(log_density, (None, 0), "traced")
-    graph = traced.graph(points[0], rows)
+    graph = traced.graph(points[0], rows, mapped=(0,))
     assert graph is not log_density
     for some in (rows, rows[:2], torch.cat([rows, rows])):
         own, its = (torch.func.vmap(lambda z, fn=fn, x=some: fn(z, x))(points) for fn in (log_density, graph))
@@ -280,4 +283,20 @@ def test_a_graph_stands_for_its_function_where_that_is_mapped() -> None:
     def by_value(z: Tensor, x: Tensor) -> Tensor:
         return x @ z if z.sum() > 0 else x @ -z
 
-    assert Traced(by_value, (None, 0), "traced").graph(points[0], rows) is by_value
+    assert Traced(by_value, (None, 0), "traced").graph(points[0], rows, mapped=(0,)) is by_value
+
+
+@pytest.mark.parametrize("reads_one", [False, True])
+def test_a_graph_that_cannot_be_mapped_stands_for_nothing(reads_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that reads a value, say. The control: it stands for its function where nothing reads one."""
+
+    def log_density(z: Tensor, x: Tensor) -> Tensor:
+        return x @ z
+
+    def reads(module: torch.fx.GraphModule) -> Any:
+        return SimpleNamespace(forward=lambda *args: [t + 0 * float(t.sum()) for t in module(*args)])
+
+    if reads_one:
+        monkeypatch.setattr(compiled, "lean", reads)
+    found = Traced(log_density, (None, 0), "traced").graph(torch.ones(3), torch.ones(4, 3), mapped=(0,))
+    assert (found is log_density) == reads_one

@@ -154,7 +154,7 @@ class SiloSlope:
         self._calls += 1
         of_one = self._gradient.fn
         if self._calls > TRACE_AFTER_CALLS:
-            of_one = self._gradient.graph(z[0], shift[0], *args, eps_record[0], eps_silo[0])
+            of_one = self._gradient.graph(z[0], shift[0], *args, eps_record[0], eps_silo[0], mapped=(0, 1, 7, 8))
         found: tuple[Tensor, Tensor] = over_draws(
             lambda z, shift, eps_record, eps_silo: of_one(z, shift, *args, eps_record, eps_silo),
             z, shift, eps_record, eps_silo,

@@ -579,8 +579,9 @@ class _Latents(NamedTuple):
         loc = (self.of_records(self.loc, none) if weigher.n_record else self.of_silo(self.loc))["loc"]
         before = torch.eye(loc.shape[-1], dtype=loc.dtype, device=loc.device).expand(len(loc), -1, -1)
         if weigher.n_record:
-            return self._replace(graph=weigher.of_records.graph(self.loc, none[0], *self.data[:2], loc, before))
-        return self._replace(graph=weigher.of_silo.graph(self.loc, *self.data, loc, before))
+            args = self.loc, none[0], *self.data[:2], loc, before
+            return self._replace(graph=weigher.of_records.graph(*args, mapped=(0, 1, 4, 5)))
+        return self._replace(graph=weigher.of_silo.graph(self.loc, *self.data, loc, before, mapped=(0, 4, 5)))
 
     @property
     def data(self) -> tuple[Params, Params, Tensor]:

@@ -646,12 +646,12 @@ def test_graphs_stand_for_a_program_where_its_latents_are_integrated_out(
     """To the rounding of sums. The control: another graph gives other nats."""
     by_graph = _nats(*latents, -1.0)[0]
     with monkeypatch.context() as patched:
-        patched.setattr(weighing.Traced, "graph", lambda self, *_: self.fn)
+        patched.setattr(weighing.Traced, "graph", lambda self, *_, **__: self.fn)
         torch.testing.assert_close(by_graph, _nats(*latents, -1.0)[0], rtol=0, atol=1e-9)
     graph = weighing.Traced.graph
 
-    def wrong(self: Any, *args: Any) -> Any:
-        found = graph(self, *args)
+    def wrong(self: Any, *args: Any, **options: Any) -> Any:
+        found = graph(self, *args, **options)
         return lambda *args: found(args[0] + 0.1, *args[1:])
 
     monkeypatch.setattr(weighing.Traced, "graph", wrong)
