@@ -767,11 +767,15 @@ def _looked(
     def of(off: list[Tensor]) -> list[Params]:
         """The modes that are `off` from the mean of q(Z_L | Z_G), each of them."""
         there = [{**moments, "loc": moments["loc"] + by} for by in off]
-        if not climbs or not there:
+        if not climbs:
             return there
-        stacked = {name: torch.stack([each[name] for each in there]) for name in moments}
-        found = _around_mode(lambda: density, stacked, of=())
-        return [{name: value[k] for name, value in found.items()} for k in range(len(there))]
+        modes, at_once = list[Params](), max(1, _AT_ONCE // max(1, len(SHARES) * moments["loc"].numel()))
+        for first in range(0, len(there), at_once):
+            some = there[first : first + at_once]
+            stacked = {name: torch.stack([each[name] for each in some]) for name in moments}
+            found = _around_mode(lambda: density, stacked, of=())
+            modes += [{name: value[k] for name, value in found.items()} for k in range(len(some))]
+        return modes
 
     def height(z: Tensor) -> Tensor:
         return counted(z).nan_to_num(nan=-math.inf, posinf=-math.inf)
