@@ -316,14 +316,8 @@ def to_map(module: GraphModule) -> GraphModule:
     return module
 
 
-def size_of(x: Tensor, axis: int) -> int:
-    """As a program has it by `len`: a tracer takes it for the number that it is, and `_free_record_count` frees it."""
-    return int(x.shape[axis])
-
-
-#: In place of ATen's own: a size as Python sees it holds under `vmap` too; a view that memory forbids becomes a copy.
+#: In place of ATen's own: a view that memory forbids becomes a copy.
 _MAPPED: dict[str, Callable[..., Any]] = {
-    "aten.sym_size.int": size_of,
     "aten.view.default": torch.reshape,
     "aten._unsafe_view.default": torch.reshape,
 }

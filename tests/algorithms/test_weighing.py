@@ -643,7 +643,7 @@ def test_steps_to_modes_end_where_all_are_at_rest(monkeypatch: pytest.MonkeyPatc
 def test_graphs_stand_for_a_program_where_its_latents_are_integrated_out(
     latents: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the rounding of sums. The control: another graph gives other nats."""
+    """Slopes and curvatures of latents, to the rounding of sums. The control: another graph gives other nats."""
     by_graph = _nats(*latents, -1.0)[0]
     with monkeypatch.context() as patched:
         patched.setattr(weighing.Traced, "graph", lambda self, *_, **__: self.fn)
@@ -652,7 +652,7 @@ def test_graphs_stand_for_a_program_where_its_latents_are_integrated_out(
 
     def wrong(self: Any, *args: Any, **options: Any) -> Any:
         found = graph(self, *args, **options)
-        return lambda *args: found(args[0] + 0.1, *args[1:])
+        return lambda *args: found(args[0] + 3.0, *args[1:])
 
     monkeypatch.setattr(weighing.Traced, "graph", wrong)
-    assert float((by_graph - _nats(*latents, -1.0)[0]).abs().max()) > 1e-3
+    assert float((by_graph - _nats(*latents, -1.0)[0]).abs().max()) > 1e-6
