@@ -96,10 +96,10 @@ def silo_gradient(
             return gaussian_rows.log_prob(silo.moments(silo_params, {}, {}, z_global, shift), z_silo).sum()
 
         # What a model has no latents for is left out: it would be nothing, in half of all operations.
-        z_silo, z_local = eps_silo, eps_local
+        z_silo, z_local, silo_shift = shift.new_zeros(1, 0), eps_local, shift.new_zeros(0)
         if silo_params:
             z_silo, draw_silo_vjp = vjp(draw_silo, silo_params, shift)
-        silo_shift = z_silo[0] - silo_params["loc"][0] if silo_params else z_silo[0]
+            silo_shift = z_silo[0] - silo_params["loc"][0]
         if has_records := z_local.shape[-1] > 0:
             z_local, draw_vjp = vjp(draw, local_params, theta, z_global, shift, silo_shift)
         (log_p, log_p_silo), joint_vjp = vjp(log_joint, z_global, z_silo, z_local, theta)

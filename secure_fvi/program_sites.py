@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 import types
 import warnings
@@ -129,7 +130,8 @@ def check_edges(point: Point, rows: Params, silo: str | None = None) -> None:
             return _observed_terms(density.run({**latents, latent: at + far * direction}, point.theta, rows))
 
         near, before = 0.0, here
-        for far, found in zip(_FAR, _each_far(own, _FAR, at), strict=True):
+        for far in _FAR:
+            found = _alone(own, far, at)
             if not found:
                 break
             for site in found:
@@ -137,11 +139,15 @@ def check_edges(point: Point, rows: Params, silo: str | None = None) -> None:
                     continue
                 ends, between = (near, far), (before[site], found[site])
                 for _ in range(60 // _HALVED):  # to where the two are one number
-                    middles = _halved(ends)
-                    values = dict(zip(middles, _each_far(own, middles, at), strict=True))
+                    fars = [*ends, *_halved(ends)]
+                    values = dict(zip(fars, _together(own, fars, at), strict=True))
+                    # PyTorch maps some operations wrongly: only what it gives again is believed.
+                    known = all(
+                        math.isclose(values[e].get(site, math.nan), v) for e, v in zip(ends, between, strict=True)
+                    )
                     for _ in range(_HALVED):
                         middle = 0.5 * sum(ends)
-                        value = values[middle].get(site, between[1])
+                        value = (values[middle] if known else _alone(own, middle, at)).get(site, between[1])
                         if _fallen(between[0], value):
                             ends, between = (ends[0], middle), (between[0], value)
                         else:
@@ -164,19 +170,20 @@ def _halved(ends: tuple[float, float], depth: int = _HALVED) -> list[float]:
     return [middle, *(each for side in sides for each in _halved(side, depth - 1))]
 
 
-def _each_far(own: Callable[[Tensor], Params], fars: Sequence[float], like: Tensor) -> list[dict[str, float]]:
-    """`own`, of how far out, at each of `fars` at once; nothing where the program fails so far out, which is no edge of
-    its log density."""
+def _alone(own: Callable[[Tensor], Params], far: float, like: Tensor) -> dict[str, float]:
+    """`own` of so far out; nothing where the program fails there, which is no edge of its log density."""
+    with contextlib.suppress(Exception), torch.no_grad():
+        return {name: float(value) for name, value in own(torch.tensor(far).to(like)).items()}
+    return {}
+
+
+def _together(own: Callable[[Tensor], Params], fars: Sequence[float], like: Tensor) -> list[dict[str, float]]:
+    """As `_alone` at each of `fars`; nothing at all where the program fails at one."""
     with contextlib.suppress(Exception), torch.no_grad():
         found = over_draws(own, torch.tensor(fars, dtype=torch.float64).to(like))
         values = {name: value.tolist() for name, value in found.items()}
         return [{name: value[k] for name, value in values.items()} for k in range(len(fars))]
-    alone: list[dict[str, float]] = []
-    for far in fars:
-        alone.append({})
-        with contextlib.suppress(Exception), torch.no_grad():
-            alone[-1] = {name: float(value) for name, value in own(torch.tensor(far).to(like)).items()}
-    return alone
+    return [{} for _ in fars]
 
 
 def _observed_terms(run: Evaluation) -> Params:

@@ -1000,7 +1000,7 @@ def test_only_runs_that_are_weighed_are_refined(algorithm: Any, refines: bool) -
 
 
 def test_under_privacy_nothing_is_refined() -> None:
-    privacy = sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0)
+    privacy = sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0, noise="silo")
     algorithm = sf.PVI(rounds=3, family="full")
     silos = make_regression(SIZES)[0]
     server, _, _ = build_parties(REGRESSION, silos, algorithm, sf.Masked(), compile=False, privacy=privacy)
