@@ -269,10 +269,11 @@ def trace_graph(
     return module
 
 
-def lean(module: GraphModule) -> GraphModule:
-    """The same numbers in fewer and cheaper calls: what is there twice, or depends on no input, is computed once, and
-    PyTorch's functions, whose arguments are read in C++, stand for operators. A graph that writes into its tensors
-    stays as it is, but where it fills one of its own, as the density of a half-Cauchy does."""
+def lean(module: GraphModule, merged: bool = True) -> GraphModule:
+    """The same numbers in fewer and cheaper calls: what is there twice (where it is `merged`: derivatives add up in
+    another order then), or depends on no input, is computed once, and PyTorch's functions, whose arguments are read in
+    C++, stand for operators. A graph that writes into its tensors stays as it is, but where it fills one of its own, as
+    the density of a half-Cauchy does."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         node.target = torch.Tensor.size  # which vmap knows
@@ -280,9 +281,9 @@ def lean(module: GraphModule) -> GraphModule:
     _fill_anew(graph)
     if any(getattr(node.target, "_schema", None) and node.target._schema.is_mutable for node in graph.nodes):
         return module
-    found = CSEPass()(module)
-    assert found is not None
-    module, graph = found.graph_module, found.graph_module.graph
+    found = CSEPass()(module) if merged else None
+    module = module if found is None else found.graph_module
+    graph = module.graph
     constants: dict[Node, Any] = {}
     for node in list(graph.nodes):
         if node.op == "get_attr":

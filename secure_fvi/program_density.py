@@ -206,7 +206,7 @@ class _Graph:
             return list(fn(*flat[:3], dict(zip(self._theta, named, strict=True)), columns_by_name))
 
         axes = [None, None, 0, *[None] * len(theta), *[0] * len(rows)]
-        self._run = compiled.to_map(compiled.lean(compiled.trace_graph(on_flat, flat, axes, False))).forward
+        self._run = compiled.to_map(compiled.lean(compiled.trace_graph(on_flat, flat, axes, False), False)).forward
 
     def __call__(self, *args: Any) -> LogTerms:
         return LogTerms(*self._run(*self._flat(*args)))
@@ -219,15 +219,12 @@ class _Graph:
     def equals(self, fn: Callable[..., LogTerms], *args: Any, also_slopes: bool) -> bool:
         """Whether `fn` gives the same, and has the same slope and curvature (not so where a program's own gradients are
         others than its operations', or are kept from PyTorch), here and at a place near by."""
-        within = 100 * compiled.exactly(self._like.dtype)
         for away in (0.0, 0.3):
             at = [z + away * torch.linspace(-1, 1, z.numel()).to(z).reshape(z.shape) for z in args[:3]]
             theta, rows = args[3:]
-            with torch.no_grad():
-                pairs = zip(self(*at, theta, rows), fn(*at, theta, rows), strict=True)
+            of = _slopes if also_slopes else _terms
+            pairs = zip(of(self, at, theta, rows), of(fn, at, theta, rows), strict=True)
             if not all(torch.allclose(found, own, rtol=0, atol=0, equal_nan=True) for found, own in pairs):
-                return False
-            if also_slopes and not compiled.agree(_slopes(self, at, theta, rows), _slopes(fn, at, theta, rows), within):
                 return False
         return True
 
@@ -237,8 +234,13 @@ class _Graph:
         return [z_global, z_silo, z_record.expand(len(columns[0]), -1), *(theta[n] for n in self._theta), *columns]
 
 
+def _terms(fn: Callable[..., LogTerms], z: Sequence[Tensor], theta: Params, rows: Params) -> list[Tensor]:
+    with torch.no_grad():
+        return list(fn(*z, theta, rows))
+
+
 def _slopes(fn: Callable[..., LogTerms], z: Sequence[Tensor], theta: Params, rows: Params) -> list[Tensor]:
-    """The gradient of all terms, records weighed each by its own, and its product with the Hessian."""
+    """The terms, the gradient of all of them, records weighed each by its own, and its product with the Hessian."""
     with torch.enable_grad():
         at, named = [v.detach().requires_grad_() for v in z], {n: v.detach().requires_grad_() for n, v in theta.items()}
         terms, wanted = fn(*at, named, rows), [*at, *named.values()]
@@ -249,7 +251,8 @@ def _slopes(fn: Callable[..., LogTerms], z: Sequence[Tensor], theta: Params, row
         bent = sum(((g * torch.linspace(0.5, 1.5, g.numel()).to(g).reshape(g.shape)).sum() for g in along), total * 0)
         second = torch.autograd.grad(bent, wanted, allow_unused=True)
     found = zip([*first, *second], wanted * 2, strict=True)
-    return [torch.zeros_like(v) if g is None else g.detach() for g, v in found]
+    slopes = [torch.zeros_like(v) if g is None else g.detach() for g, v in found]
+    return [*(t.detach() for t in terms), *slopes]
 
 
 class ProgramDensity(LogDensity):
@@ -269,8 +272,9 @@ class ProgramDensity(LogDensity):
         return super().evaluate(*args)
 
     def often(self, start: Start, theta: Params, rows: Params) -> None:
-        """Traces the program once it has been evaluated so often that a trace pays, and compares: to the last bit for
-        each number of records, in slope and curvature for the first. Where these differ it runs as it is."""
+        """Traces the program once it has been evaluated so often that a trace pays, and compares: to the last bit, as a
+        run that is resumed has to go on, for each number of records, and for the first slope and curvature too. Where
+        these differ it runs as it is."""
         size = len(next(iter(rows.values())))
         if self.model.own_slopes or self._evaluations <= compiled.TRACE_AFTER_CALLS or size in self._seen:
             return

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 import secure_fvi as sf
-from secure_fvi.density import LogDensity
+from secure_fvi.compiled import TRACE_AFTER_CALLS
+from secure_fvi.density import LogDensity, Start
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import read_data
@@ -233,3 +234,119 @@ def test_errors_quote_no_datum() -> None:
     with pytest.raises(InputError) as caught:
         sf.fit(sf.FederatedModel(clinics, "person", ("u",)), [data], sf.SFVI(iterations=1), sf.Plain())
     assert "123456" not in str(caught.value)
+
+
+# ---- a graph in the program's place, where it is evaluated often ----
+
+
+class _OwnGradient(torch.autograd.Function):
+    """The identity, with twice its gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        return 2 * slope
+
+
+def _with(inner: Any) -> Any:
+    """A program of effects of rows and of their silo, whose mean goes through `inner`."""
+
+    def program(x: Tensor, y: Tensor) -> None:
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        own = pyro.sample("own", dist.Normal(0.0, scale))
+        with pyro.plate("row", len(y)):
+            effect = pyro.sample("effect", dist.StudentT(4.0, 0.0, scale))
+            pyro.sample("y", dist.Normal(inner(x @ beta) + own + effect, 0.5), obs=y)
+
+    return program
+
+
+def _unfollowed(mean: Tensor) -> Tensor:
+    with torch.no_grad():
+        fixed = mean.exp()
+    return mean * fixed
+
+
+def _by_size(mean: Tensor) -> Tensor:
+    return mean if len(mean) > 20 else 2 * mean
+
+
+def _often(inner: Any, sizes: tuple[int, ...]) -> tuple[ProgramDensity, list[tuple[Any, ...]]]:
+    """The density, evaluated often on tables of these sizes, and arguments for each."""
+    rng = torch.Generator().manual_seed(3)
+    random = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)  # noqa: E731
+    model = sf.FederatedModel(_with(inner), "row", ("own",))
+    args = [
+        (random(3), random(1), random(n, 1), {}, {"x": random(n, 2), "y": random(n)}) for n in sizes
+    ]  # fmt: skip
+    density, _ = _density(model, args[0][-1])
+    assert isinstance(density, ProgramDensity)
+    for _ in range(TRACE_AFTER_CALLS + 1):
+        density.evaluate(*args[0])
+    for z_global, z_silo, z_record, theta, rows in args:
+        density.often(Start(z_global, z_silo, z_record, theta), theta, rows)
+    return density, args
+
+
+def _total(density: ProgramDensity, args: tuple[Any, ...]) -> Any:
+    """Of Z_G and Z_L."""
+    _, z_silo, _, theta, rows = args
+    return lambda z, latents: sum(t.sum() for t in density.evaluate(z, z_silo, latents, theta, rows))
+
+
+def test_a_program_that_is_evaluated_often_runs_as_a_graph_and_gives_the_same() -> None:
+    """To the last bit, whatever the number of rows, alone or mapped; curvature to rounding."""
+    density, sizes = _often(torch.tanh, (30, 7, 2))
+    assert density._graph is not None
+    for args in sizes:
+        for found, own in zip(density.evaluate(*args), LogDensity.evaluate(density, *args), strict=True):
+            assert torch.equal(found, own)
+        graph, density._graph = density._graph, None
+        expected = torch.func.hessian(_total(density, args), argnums=(0, 1))(args[0], args[2])
+        mapped = torch.func.vmap(_total(density, args), (0, None))(args[0].expand(4, 3), args[2])
+        density._graph = graph
+        found = torch.func.hessian(_total(density, args), argnums=(0, 1))(args[0], args[2])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        again = torch.func.vmap(_total(density, args), (0, None))(args[0].expand(4, 3), args[2])
+        torch.testing.assert_close(again, mapped, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("inner", [_OwnGradient.apply, _unfollowed, _by_size, lambda mean: mean * float(mean[0])])
+def test_a_program_whose_graph_is_another_function_runs_as_it_is(inner: Any) -> None:
+    """Gradients of its own, or kept from PyTorch, are in no graph, values that decide neither; and what goes by the
+    number of rows shows at the first table that is on the other side."""
+    density, sizes = _often(inner, (30, 7))
+    assert density._graph is None
+    for args in sizes:
+        for found, own in zip(density.evaluate(*args), LogDensity.evaluate(density, *args), strict=True):
+            assert torch.equal(found, own)
+
+
+def test_one_row_of_latents_stands_for_all_in_a_graph_too() -> None:
+    density, (args,) = _often(torch.tanh, (9,))
+    one = (*args[:2], args[2][:1], *args[3:])
+    assert torch.equal(density.evaluate(*one).records, LogDensity.evaluate(density, *one).records)
+
+
+def test_a_graph_is_not_asked_before_it_pays() -> None:
+    """Nor of a single row, which a program may take for something else than a table."""
+    model = sf.FederatedModel(_with(torch.tanh), "row", ("own",))
+    rows = {"x": torch.ones(4, 2).double(), "y": torch.ones(4).double()}
+    density, _ = _density(model, rows)
+    assert isinstance(density, ProgramDensity)
+    start = Start(torch.zeros(3).double(), torch.zeros(1).double(), torch.zeros(4, 1).double(), {})
+    density.often(start, {}, rows)
+    assert density._graph is None
+    assert not density._seen
+    density, _ = _often(torch.tanh, (9,))
+    assert density._graph is not None
+    assert not density._graph.takes(*start[:2], start.z_record[:1], {}, {name: v[:1] for name, v in rows.items()})
