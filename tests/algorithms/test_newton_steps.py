@@ -14,7 +14,16 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms import local_fit
-from secure_fvi.algorithms.local_fit import Families, NewtonSteps, SiloFit, StepBlock, _balanced, _pairs, settled
+from secure_fvi.algorithms.local_fit import (
+    Families,
+    NewtonSteps,
+    SiloFit,
+    StepBlock,
+    _balanced,
+    _pairs,
+    at_rest,
+    settled,
+)
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.fitting import build_parties
 
@@ -87,8 +96,9 @@ def test_a_way_that_noise_explains_has_settled_and_a_drift_has_not() -> None:
 
 
 def test_a_fit_ends_when_it_has_settled_and_not_before() -> None:
-    """By default after some tens of steps; by one draw each it takes all that it may."""
-    taken = []
+    """Of a normal target once two steps by other draws have moved nothing, with the same q as after more; else after
+    some tens of steps; by one draw each it takes all that it may."""
+    taken, ended = [], []
 
     def counted(block: StepBlock, *args: Any) -> Any:
         taken[-1] += 1
@@ -97,12 +107,29 @@ def test_a_fit_ends_when_it_has_settled_and_not_before() -> None:
     advance = StepBlock.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepBlock, "__call__", counted)
-        for most in (local_fit._NEWTON_TO, 0):
+        for most, rest in ((local_fit._NEWTON_TO, local_fit._REST), (local_fit._NEWTON_TO, -1.0), (0, -1.0)):
             patch.setattr(local_fit, "_NEWTON_TO", most)
+            patch.setattr(local_fit, "_REST", rest)
             taken.append(0)
-            build(REGRESSION, make_regression((40, 40))[0], sf.PVI(rounds=1, local_steps=100)).round()
-    assert 2 * 22 <= taken[0] < 2 * 60
-    assert taken[1] == 2 * 4 * 100 / 5  # in blocks of five
+            world = build(REGRESSION, make_regression((40, 40))[0], sf.PVI(rounds=1, local_steps=100))
+            world.round()
+            ended.append(world.state.q.mean())
+    assert 2 * 3 < taken[0] < 2 * 12
+    assert 2 * 22 <= taken[1] < 2 * 60
+    assert taken[2] == 2 * 4 * 100 / 5  # in blocks of five
+    torch.testing.assert_close(ended[0], ended[1], rtol=1e-7, atol=1e-7)
+
+
+def test_what_moves_by_some_draws_is_not_at_rest() -> None:
+    """Two steps that move nothing are asked for, in means, sds and bound."""
+    state = torch.tensor([1.0, -2.0, 0.5, 2.0, -7.0]).double()  # two means, their sds, the bound
+    assert at_rest([state + 1, state, state, state])
+    assert not at_rest([state, state])
+    for place in range(5):
+        moved = state.clone()
+        moved[place] += 1e-6
+        assert not at_rest([state, moved, moved])
+        assert not at_rest([state, moved, state])
 
 
 def test_where_newton_is_not_sound_steps_are_by_one_draw() -> None:
