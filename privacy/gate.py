@@ -261,7 +261,7 @@ class Gate:
 
         Each chunk is a matrix of gradients (B, shared + hidden) and the records' terms of the objective (B,), which
         are used where the terms release them. `data_free` (shared,), with one more entry where the objective is
-        released, is added after the noise: it must not depend on records other than through noised state. `public`
+        released, is added to the clipped sum: it must not depend on records other than through noised state. `public`
         are the values of the blocks declared public.
         """
         index, self._public = self._once(), list(public)
@@ -283,14 +283,17 @@ class Gate:
                     ordered.append((objective.double().clamp(-bound, bound) * (side / bound)).unsqueeze(1))
                 yield ordered
 
-        noised, dropped = noisy_clipped_sum(parts(), sizes, norms, self._noiser(hidden))
+        free = np.zeros(shared + with_side)
+        if data_free is not None:
+            free = data_free.double().cpu().numpy() / terms.step(self._clip)
+            if with_side:
+                free[shared:] *= side / terms.side_bound
+        noiser = self._noiser(hidden, np.rint(free)) if terms.resolution else self._noiser(hidden)
+        noised, dropped = noisy_clipped_sum(parts(), sizes, norms, noiser)
         self.dropped += dropped
         shown = noised[hidden:].numpy().copy()
-        if data_free is not None:
-            offset = data_free.double().cpu().numpy() / terms.step(self._clip)
-            if with_side:
-                offset[shared:] *= side / terms.side_bound
-            shown += np.rint(offset) if terms.resolution else offset
+        if not terms.resolution:
+            shown += free
         bounds = self.table.bounds[: len(shown)]
         values = np.concatenate([np.clip(shown, -bounds, bounds), np.asarray(public, np.float64)])
         self._check_length(values, self.table.size)
@@ -365,14 +368,20 @@ class Gate:
         self._pay(phase, index)
         return torch.from_numpy(noised)
 
-    def _noiser(self, hidden: int) -> Callable[[Tensor], Tensor]:
-        """Noise for a clipped sum whose first `hidden` coordinates stay: they get all of it whatever the placement."""
+    def _noiser(self, hidden: int, free: FloatArray | float = 0.0) -> Callable[[Tensor], Tensor]:
+        """Noise for a clipped sum whose first `hidden` coordinates stay: they get all of it whatever the placement.
+
+        free (shared + side,): what follows from no record, in steps of the lattice. It is added to the other
+        coordinates before their shares of the noise, and cut with them to the room: a number that was cut later would
+        have no share in it, and at a point where all silos' numbers but one's pass the bound the total had one share.
+        """
         terms, clip = self.terms, self._clip
         assert terms is not None
         generator = self._noise.generator(self.silo, self._turn)
 
         def on_lattice(total: Tensor) -> Tensor:
             units = np.rint(np.clip(total.numpy() / terms.step(clip), -terms.room, terms.room))
+            units[hidden:] = np.clip(units[hidden:] + free, -terms.room, terms.room)
             units[:hidden] += skellam(generator, terms.full_variance, hidden)
             units[hidden:] += skellam(generator, terms.share_variance, len(units) - hidden)
             return torch.from_numpy(units)

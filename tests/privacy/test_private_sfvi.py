@@ -20,10 +20,11 @@ from secure_fvi import fitting
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
-from secure_fvi.privacy.gate import NoiseSource
+from secure_fvi.privacy.gate import Gate, NoiseSource
 from secure_fvi.privacy.ledger import Budget, Ledger
 from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.privacy.report import read_report
+from secure_fvi.silo import Past
 
 KEY = b"test"
 #: Runs this short and noisy say that they have not converged; what they are tested for is something else.
@@ -405,3 +406,66 @@ def test_no_secret_of_a_private_job_is_in_a_repr() -> None:
     shown = repr((silo, silo.gate, guards.gates, silo.view.record_draws))
     assert KEY.hex() not in shown
     assert str(KEY) not in shown
+
+
+def _wards(y: Tensor) -> None:
+    s = pyro.sample("s", dist.Normal(0.0, 1.0))
+    u = pyro.sample("u", dist.Normal(0.0, s.exp()))
+    with pyro.plate("person", len(y)):
+        pyro.sample("y", dist.Normal(u, s.exp()), obs=y)
+
+
+def _spread_where_priors_pass_the_bound(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The sd, over 60 draws of the noise, of one total of six silos at a point that a lying server names: where the
+    slope of the prior of a silo's own latents passes what a block has room for, at all silos but one. It goes on until
+    it is so."""
+    rng, silos = torch.Generator().manual_seed(1), 6
+    data = [{"y": torch.randn(5, generator=rng)} for _ in range(silos)]
+    privacy = sf.RecordDP(noise_multiplier=4.0, clipping_norm=1.0, retries=1000)
+    server, engine, _ = build_parties(
+        sf.FederatedModel(_wards, "person", ("u",)), data, sf.SFVI(iterations=2), sf.Masked(),
+        compile=False, privacy=privacy, noise_key=KEY,
+    )  # fmt: skip
+    program: Any = server.program
+    first, parties = server.state, engine.silos
+    start = {name: silo.local for name, silo in parties.items()}
+    found: list[float] = []
+    monkeypatch.setattr(program, "update", lambda state, message, total, scale: found.append(total[0]) or 1 / 0)
+    index = 0
+
+    def total(s: float, key: int) -> float:
+        nonlocal index
+        index += 1
+        algorithm = first.algorithm._replace(z_global=torch.full_like(first.algorithm.z_global, s))
+        server.state = first._replace(algorithm=algorithm, last_index=index)
+        for name, silo in parties.items():
+            silo.local, silo.pending, silo.past, silo.answer = start[name], None, Past(), None
+            silo.gate._noise = NoiseSource(b"%d" % key)
+        with pytest.raises(ZeroDivisionError):
+            engine.run(server.round())
+        return found[-1]
+
+    terms = program.terms["round"]
+    room, s = terms.room * terms.step(1.0), -8.0
+    while total(s, 0) < (silos - 0.5) * room:
+        s -= 0.1
+    assert total(s, 0) < (silos - 0.01) * room  # one silo is within
+    return float(np.std([total(s, key) for key in range(60)], ddof=1))
+
+
+def test_no_point_that_a_server_names_takes_shares_of_noise_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The total has all of the noise, 4, whatever follows from no record: cut before it. The control cuts after it, as
+    was shipped: five of six silos then say a constant, and the total has one share of five."""
+    assert _spread_where_priors_pass_the_bound(monkeypatch) > 3.2
+    noiser = Gate._noiser
+
+    def shipped(self: Gate, hidden: int, free: Any = 0.0) -> Any:
+        def noised(total: Tensor) -> Tensor:
+            out = noiser(self, hidden)(total)
+            out[hidden:] += torch.as_tensor(free)
+            return out
+
+        return noised
+
+    monkeypatch.setattr(Gate, "_noiser", shipped)
+    assert _spread_where_priors_pass_the_bound(monkeypatch) < 2.4
