@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from command_line import CommandLine
 
 from secure_fvi import compiled
 from secure_fvi.errors import InputError
+from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger import Ledger
 from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.runs import report
@@ -120,6 +123,46 @@ def test_what_a_private_run_shows_follows_from_data_through_noise_alone(
     assert (folder.path / "data.key").stat().st_mode & 0o077 == 0
     folder.discard()
     assert not folder.path.exists()
+
+
+def _said_alike(self: Gate, hidden: int, free: object = 0.0) -> Callable[[torch.Tensor], torch.Tensor]:
+    """In place of noise: a silo releases the same whatever its data are."""
+    terms, name = self.terms, f"{self.silo} {self._turn}".encode()
+    assert terms is not None
+    rng, step = np.random.default_rng(list(name)), terms.resolution or 1
+    return lambda total: torch.from_numpy(np.rint(3 * step * rng.standard_normal(len(total))))
+
+
+@pytest.mark.parametrize("model", [pytest.param("means", marks=pytest.mark.slow), "shop_means"])
+def test_files_of_a_private_run_say_what_was_released_alone(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """All that is for others at the end, in two worlds of which one has 100 records more, far out, where what silos
+    release is the same: it is the same but for times. The control is the same run without privacy."""
+    few = ("--set", "algorithm.iterations=6")
+    cli.change("means", model)
+    if model == "shop_means":
+        cli.change('record_plate = "person"', 'record_plate = "person"\nsilo_sites = ["shop"]')
+
+    def shown(folder: str, rows: str) -> dict[str, str]:
+        (cli.folder / "a.csv").write_text(rows)
+        answer, out = cli.run(*few, out=folder), cli.folder / folder
+        assert answer.code == 0, answer
+        told = {p.name: p.read_bytes().decode("latin1") for p in out.iterdir() if p.is_file() and p.suffix in _TOLD}
+        assert {"report.html", "table.csv", "result.json", "metrics.jsonl", "posterior.safetensors"} <= told.keys()
+        return {name: _TIMES.sub("", text) for name, text in {**told, "said": answer.out}.items()}
+
+    rows = (cli.folder / "a.csv").read_text()
+    more = rows + "99,99\n" * 100
+    assert shown("open", rows)["result.json"] != shown("open, more", more)["result.json"]
+    private(cli)
+    monkeypatch.setattr(Gate, "_noiser", _said_alike)
+    assert shown("private", rows) == shown("private, more", more)
+
+
+#: Files of a run's folder that are for others; and what of them no two runs have in common.
+_TOLD = {".html", ".csv", ".json", ".jsonl", ".toml", ".safetensors"}
+_TIMES = re.compile(r'"seconds": [\d.e+-]+|\d+ s\b|[0-9a-f]{32,}|\d{4}-\d\d-\d\d[T \d:.+-]*|(open|private)(, more)?')
 
 
 def test_no_record_changes_anothers_row(cli: CommandLine, tmp_path: Path) -> None:
