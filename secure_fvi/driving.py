@@ -148,6 +148,8 @@ class Progress(NamedTuple):
     phase: str
     cohort: int  # silos in the newest sum
     ending: bool | None = None  # whether rounds are over and sums that end the job are left; None: it has no such sums
+    #: Of those sums, so many done and so many at most; None before them, or where this process began among them.
+    finals: tuple[int, int] | None = None
 
 
 class Run(Generic[R]):
@@ -184,6 +186,8 @@ class Run(Generic[R]):
         self.server.skip_to(skipped)
         self._began = (time.monotonic() if began is None else began) - done.seconds
         self.objectives, self.finished, self._closed = list(done.objectives), done.finished, False
+        #: Sums that end the job, done in this process; None where some may have been before it.
+        self._finals: int | None = None if self._ending() else 0
         self._last_save = time.monotonic()
 
     def __iter__(self) -> Iterator[Progress]:
@@ -196,6 +200,9 @@ class Run(Generic[R]):
         with self._with_threads():
             step = self.engine.run(self.server.round())
         self.finished = step.finished
+        phase = self.server.program.order.phases.get(step.phase)
+        if self._finals is not None and phase is not None and phase.ends:
+            self._finals += 1
         self.objectives = [*self.objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
         if self._checkpoints is not None and (self.finished or self._due(self._checkpoints)):
             self._save(self._checkpoints)
@@ -238,7 +245,7 @@ class Run(Generic[R]):
         self._last_save = time.monotonic()
 
     def _progress(self, step: Step) -> Progress:
-        state = self.server.state
+        state, ending = self.server.state, self._ending()
         return Progress(
             self.server.rounds,
             self.server.program.most_rounds,
@@ -249,7 +256,8 @@ class Run(Generic[R]):
             sum(self.engine.bytes_down.values()),
             step.phase,
             sum(index == state.last_index for index in state.accepted.values()),
-            self._ending(),
+            ending,
+            self._counted() if ending else None,
         )
 
     def _ending(self) -> bool | None:
@@ -258,6 +266,11 @@ class Run(Generic[R]):
             return None
         following = phases.get(getattr(self.server.state.algorithm, "phase", ""))
         return self.finished or (following is not None and following.ends)
+
+    def _counted(self) -> tuple[int, int] | None:
+        if self._finals is None:
+            return None
+        return self._finals, sum(phase.most for phase in self.server.program.order.phases.values() if phase.ends)
 
 
 def kept_in(options: Options, begun: Callable[[], Begun]) -> FolderCheckpoints | None:

@@ -89,7 +89,11 @@ class RunProgress:
         """How long it may take yet. Rounds to come may be slower, a run that converges ends before its last round, and
         sums after the rounds take as long as they take."""
         if progress.ending:
-            return "the rounds are done; weighing the answer by final sums"
+            said = "the rounds are done; weighing the answer by final sums"
+            if progress.finals is None:
+                return said
+            done, most = progress.finals
+            return f"{said}, {done} of at most {most} done"
         done = progress.round - self._first_round
         if not done:
             return ""

@@ -14,6 +14,7 @@ from markupsafe import escape
 from programs import make_intercepts
 
 import secure_fvi as sf
+from secure_fvi.algorithms import refining
 from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.driving import Progress
 from secure_fvi.errors import InputError
@@ -286,12 +287,25 @@ def test_no_pace_of_rounds_tells_when_the_final_sums_are_done(
     last = capsys.readouterr().err
     assert "the rounds are done; weighing the answer by final sums" in last
     assert "at this pace" not in last
+    assert " done\n" not in last  # where this process began among these sums
+    shown.update(progress(2)._replace(ending=True, finals=(1, 8)))
+    assert "weighing the answer by final sums, 1 of at most 8 done\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_run_says_when_its_rounds_are_done() -> None:
-    """Once the last is, and not before. Control: where none comes after them."""
+    """Once the last is, and not before, and which of the sums after it are. Control: where none comes after them."""
     problem = make_intercepts()
+
+    def counted(algorithm: Any) -> list[tuple[int, int] | None]:
+        return [p.finals for p in sf.run(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)]
+
+    assert counted(sf.PVI(rounds=3, local_steps=5)) == [None, None, (0, 1), (1, 1)]
+    found = counted(sf.PVI(local_steps=5))
+    assert found[-1] is not None
+    assert [f[0] for f in found if f] == list(range(found[-1][0] + 1))
+    assert found[-1][0] <= found[-1][1] == 1 + refining.MORE
+    assert counted(sf.SFVI(iterations=3)) == [None] * 3
 
     def ends(algorithm: Any) -> list[bool | None]:
         return [p.ending for p in sf.run(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)]
