@@ -281,10 +281,14 @@ def remedy(findings: Iterable[Finding]) -> str:
             f"ON ({own}) * FROM {TABLE} ORDER BY ALL, or, where these are several rows of one, delete unique there"
         )
     if _UNREADABLE["boolean"] in found:
+        name = found[_UNREADABLE["boolean"]]
+        own = _identifier(name)
         return (
-            f"; truth values are true and false, or 1 and 0: where cells of '{found[_UNREADABLE['boolean']]}' say it "
+            f"; truth values are true and false, or 1 and 0: where cells of '{name}' say it "
             'otherwise, name what they say in the dictionary, no before yes, as in levels = ["no", "yes"]; cells that '
-            "are stored as truth values say true and false alone"
+            "are stored as truth values say true and false alone; where one table says it otherwise than the "
+            f"dictionary, its query puts that right, as by SELECT * REPLACE (CASE {own} WHEN 'NO' THEN 'no' WHEN 'YES' "
+            f"THEN 'yes' ELSE {own} END AS {own}) FROM {TABLE}"
         )
     if _UNREADABLE["date"] in found:
         return "; a date is written 2024-12-31: where a time of day follows, the first 10 characters are its day"

@@ -345,6 +345,19 @@ def test_a_type_that_a_file_has_changes_no_code(tmp_path: Path) -> None:
     assert typed("1.0::DOUBLE, 'nan'::DOUBLE, 2.0::DOUBLE", "g")["g"].tolist() == [0, 1]
 
 
+def test_truth_values_in_other_words_than_the_dictionarys_are_put_right_by_the_query_that_is_said(
+    tmp_path: Path,
+) -> None:
+    """The control: without it they are refused."""
+    (tmp_path / "t.csv").write_text("yes\nYES\nno\nNO\n")
+    coding = Dictionary({"yes": Column("boolean", levels=("no", "yes"))})
+    with pytest.raises(DataError) as refused:
+        read_coded(tmp_path / "t.csv", coding)
+    said = str(refused.value)
+    query = said[said.index("SELECT") :]
+    assert read_coded(tmp_path / "t.csv", coding, query).columns["yes"].tolist() == [1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("code", ["NA", "#N/A", "null", ".", "-999", "<NA>"])
 def test_a_code_for_a_missing_id_makes_no_patient(tmp_path: Path, code: str) -> None:
     """All such rows would be one patient. The controls: named as missing they are gaps, and 999 may be an id."""
