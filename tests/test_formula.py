@@ -1477,6 +1477,9 @@ def test_too_few_tables_for_a_sum_are_answered_with_what_to_type(tmp_path: Path)
     for sites, setting in ((2, typed[0]), (2, typed[1]), (1, typed[1])):
         assert "no file" in said(sites, "--set", setting)  # it goes on to the tables
     assert "no file" in said(3)
+    # Of a table too many behind one --data, or a formula without its quotes, what to type.
+    for more in ("another.csv", "age"):
+        assert f"'{more}' belongs to no option: the formula is one argument, in quotes" in said(3, more)
 
 
 def test_a_query_of_the_command_reads_every_sites_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

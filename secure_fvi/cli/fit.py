@@ -19,6 +19,7 @@ _QUERY = "One SELECT over a site's table, which it calls data: one for all sites
 
 @click.command()
 @click.argument("formula")
+@click.argument("more", nargs=-1, metavar="")
 @click.option("--family", default="gaussian", show_default=True, help="gaussian, bernoulli, poisson, ordinal, ...")
 @click.option("--data", "files", required=True, multiple=True, type=click.Path(path_type=Path), help="A site's table.")
 @click.option("--dictionary", required=True, type=click.Path(path_type=Path), help="What the columns are (TOML).")
@@ -31,6 +32,7 @@ _QUERY = "One SELECT over a site's table, which it calls data: one for all sites
 @click.option("--priors", is_flag=True, help="Print priors, and where groups live, below the table.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def fit(
+    more: tuple[str, ...],
     files: tuple[Path, ...],
     queries: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -47,6 +49,9 @@ def fit(
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.runs.config import override, parse
 
+    if more:
+        cure = "the formula is one argument, in quotes, and each table stands behind a --data of its own"
+        raise InputError(f"'{more[0]}' belongs to no option: {cure}")
     numbered = [f"site-{k + 1}" for k in range(len(files))]
     named = ([f.stem for f in files], [f.absolute().parent.name for f in files], numbered)
     ids = next(names for names in named if len(set(names)) == len(names))
