@@ -61,6 +61,8 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
     from secure_fvi.errors import DataError, InputError
     from secure_fvi.tables import opened
 
+    if output is not None and output.exists():
+        raise InputError(f"'{output}' is there already")
     with _about(table), opened(_files(table, tables), query) as found:
         if not found.fetch(f"SELECT 1 AS one FROM {found.rows} LIMIT 1")["one"].size:
             raise DataError("it has no rows, and a dictionary is drafted from what stands in them")
