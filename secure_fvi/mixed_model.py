@@ -770,7 +770,8 @@ class MixedModel(FederatedModel):
         """Of totals (1 + n, `numbers`) over so many silos, as of `replicated`, each known to a `step`. `converged`: of
         the fit, where None says that nobody looked. Everyone may see it."""
         rows, small = _checked(self, totals, step)
-        return Check(rows, len(totals) - 1, silos, converged is True, small)
+        scaled = self.family in ("gaussian", "student")
+        return Check(rows, len(totals) - 1, silos, converged is True, small, scaled)
 
     def checked(self, result: Result) -> Check | None:
         """The check that a run with `replicates` made over all silos; None where it made none."""
@@ -1462,6 +1463,7 @@ class Check:
     silos: int
     converged: bool = True  # whether the fit is known to have
     small: tuple[str, ...] = ()  # sds that are too small to be told from totals
+    scaled: bool = True  # whether the response is one that a dictionary may scale
 
     def __str__(self) -> str:
         cells = [["Predictive check", "observed", "replicated", "2.5%", "97.5%", "larger"]]
@@ -1478,8 +1480,8 @@ class Check:
         may = "another family or term may" if self.converged else "another family or term may, or a fit that converged"
         told = f"; the model makes no tables like these in {', '.join(odd)}: {may}" if odd else ""
         small = ", ".join(f"'{name}'" for name in self.small)
-        hint = f"; {small}: too small to tell from totals; give the response a centre and a scale in the dictionary"
-        return about + told + (hint if small else "")
+        cure = "; give the response a centre and a scale in the dictionary" if self.scaled else ""
+        return about + told + (f"; {small}: too small to tell from totals{cure}" if small else "")
 
     def to_json(self) -> dict[str, Any]:
         """For result.json and the report; None for what is infinite."""
@@ -1537,6 +1539,9 @@ def _counts(of: Parts) -> bool:
     return FAMILIES[of.family].kinds == ("integer",)
 
 
+#: What is counted in a row of a response, where that is not the response by its name: of a binomial no share of trials.
+_COUNTED = {"binomial": " of successes a row"}
+
 #: How many times a variance has to be what is not known of it, at least, to be told.
 _KNOWN = 50.0
 
@@ -1557,14 +1562,17 @@ def _checked(model: MixedModel, totals: Tensor, step: float = 0.0) -> tuple[tupl
         else:
             small.append(name)
 
-    if of.family != "ordinal":
-        found["mean"] = y / rows * scale + of.response.centre
-    if of.family not in ("ordinal", "bernoulli"):
-        sd("sd", rows, y, squares)
-    names = of.response.levels if of.family == "ordinal" else ("0",)
+    if of.family == "bernoulli":
+        found[f"share{_counted_level(of) or ' of 1'}"] = y / rows
+    elif of.family != "ordinal":
+        found[f"mean{_COUNTED.get(of.family, '')}"] = y / rows * scale + of.response.centre
+        sd(f"sd{_COUNTED.get(of.family, '')}", rows, y, squares)
+    none = "rows without a success" if of.family == "binomial" else "0"
+    names = of.response.levels if of.family == "ordinal" else (none,)
     found |= {f"share of {name}": count / rows for name, count in zip(names, at, strict=False)}
     if label is not None:
-        sd(f"sd of means by {label}", records, means, square_means)
+        what = {"bernoulli": "shares", "binomial": "mean successes"}.get(of.family, "means")
+        sd(f"sd of {what} by {label}", records, means, square_means)
     checked = []
     for name, values in found.items():
         observed, *drawn = (

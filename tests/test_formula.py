@@ -1269,16 +1269,23 @@ def test_what_a_check_counts_is_the_tables_own(family: str) -> None:
     found = {row.name: row.observed for row in of.compared(torch.stack([totals] * 3), 1).rows}
     y = rows[of.of.response.name]
     y = np.array([("low", "mid", "high", "top").index(v) for v in y] if family == "ordinal" else y, dtype=float)
-    expected = {"sd of means by child": np.std([y[rows["child"] == c].mean() for c in np.unique(rows["child"])])}
+    # Of a binomial, by name, successes: 7 of 10 and 7 of 70 are alike to it.
+    of_what, what = {"binomial": (" of successes a row", "mean successes"), "bernoulli": ("", "shares")}.get(
+        family, ("", "means")
+    )
+    none = "share of rows without a success" if family == "binomial" else "share of 0"
+    expected = {f"sd of {what} by child": np.std([y[rows["child"] == c].mean() for c in np.unique(rows["child"])])}
     if family == "ordinal":
         expected |= {f"share of {name}": (y == k).mean() for k, name in enumerate(("low", "mid", "high", "top"))}
+    elif family == "bernoulli":
+        expected |= {"share of 1": y.mean()}
     else:
-        expected |= {"mean": y.mean()} | ({} if family == "bernoulli" else {"sd": y.std()})
+        expected |= {f"mean{of_what}": y.mean(), f"sd{of_what}": y.std()}
     if family in ("binomial", "poisson", "negbinomial"):
-        expected["share of 0"] = (y == 0).mean()
+        expected[none] = (y == 0).mean()
         past = mixed_model._added(of.of, laid["y"] + math.inf, laid["present"])  # of draws that no integer holds
         larger = {row.name: row.larger for row in of.compared(torch.stack([totals, totals, past]), 1).rows}
-        assert (larger["mean"], larger["sd"], larger["share of 0"]) == (0.75, 0.75, 0.25)
+        assert (larger[f"mean{of_what}"], larger[f"sd{of_what}"], larger[none]) == (0.75, 0.75, 0.25)
     assert found == pytest.approx(expected)
 
 

@@ -137,6 +137,23 @@ def test_sds_that_totals_do_not_tell_are_left_out(scale: float, told: bool) -> N
     assert rows["mean"] == pytest.approx(7.0, abs=1.0)
 
 
+def test_no_scale_is_asked_for_of_a_response_that_takes_none() -> None:
+    """Of truth values in few groups, whose sd totals do not tell. The control: of numbers it is asked for."""
+    columns = {
+        "ok": {"kind": "boolean"}, "ph": {"kind": "number", "low": 0, "high": 14},
+        "ward": {"kind": "category", "levels": ["a", "b"]},
+    }  # fmt: skip
+    for formula, family, asked in (
+        ("ok ~ 1 + (1 | ward)", "bernoulli", False),
+        ("ph ~ 1 + (1 | ward)", "gaussian", True),
+    ):
+        of = sf.glmm(formula, family, dictionary=columns)
+        totals = torch.tensor([[40.0, 2.0, 20.0, 20.0, 1.0, 0.5]] * 3, dtype=torch.float64)
+        said = of.compared(totals, 3, step=2.0**-8).said
+        assert "by ward': too small to tell from totals" in said
+        assert ("give the response a centre and a scale" in said) == asked
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     silos = tables()
     with pytest.raises(InputError, match="under differential privacy tables are not compared"):
