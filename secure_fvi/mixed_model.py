@@ -629,10 +629,16 @@ class MixedModel(FederatedModel):
         }
         rows = max(int(np.bincount(r.record).max()) if r.record is not None else 1 for r in read.values())
         for name, r in read.items():
-            self.of.counts[name] = {"rows": r.rows, "left out": r.left_out, "groups": r.groups}
+            shared = {t.of.label: set(r.at[t.of.label].tolist()) for t in self.of.terms if t.place == "global"}
+            self.of.counts[name] = {"rows": r.rows, "left out": r.left_out, "groups": r.groups, "shared": shared}
         for name, r in read.items() if limited else ():
             _check_cells(self.of, r, name, rows)
-        return {name: _laid(self.of, r, name, rows, sizes) for name, r in read.items()}
+        laid = {name: _laid(self.of, r, name, rows, sizes) for name, r in read.items()}
+        for name, r in read.items():
+            self.of.counts[name]["weightless"] = self.weightless(r.frame)
+        if len(read) > 1 and all(self.of.counts[name]["weightless"] == r.rows for name, r in read.items()):
+            raise InputError(f"all rows of all silos have the weight 0, by '{self.of.additions['weights'].text}'")
+        return laid
 
     def those_that_fit(self, found: Coded, silo: str, spoilt: list[str], dtype: torch.dtype = torch.float64) -> Coded:
         """The rows of those records which `prepared` and `read_data` take by themselves. spoilt: is told of the
@@ -719,6 +725,11 @@ class MixedModel(FederatedModel):
         shared = [t.of.label for t in self.of.terms if t.place == "global"]
         return few_said(few_records(self.text, self.of.dictionary, columns, self.record_label, shared))
 
+    def weightless(self, columns: Frame) -> int:
+        """How many rows of a site's table, `columns` (N,) each, have the weight 0, so that they count for nothing."""
+        weigh = self.of.additions.get("weights")
+        return 0 if weigh is None else int((weigh(columns, len(columns[self.of.response.name])) == 0).sum())
+
     def check_apart(self, privacy: object) -> None:
         """Raises InputError where parties that share no process could not agree on what tables come to, or where
         `check_declared` does."""
@@ -795,8 +806,9 @@ class MixedModel(FederatedModel):
 
 
 class Counts:
-    """By silo that was read in this process: rows, rows left out, groups by label. No part of a model, whose digest may
-    be shown of a private run: digests and pickles are those of a model that has read nothing."""
+    """By silo that was read in this process: rows, rows left out and of weight 0, groups by label, and which of those
+    that span silos. No part of a model, whose digest may be shown of a private run: digests and pickles are those of a
+    model that has read nothing."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[str, Any]] = {}
@@ -1373,21 +1385,30 @@ def _half_t(of: Parts, term: Term) -> list[float]:
 
 
 def _counted(of: Parts) -> list[str]:
-    left = {silo: c["left out"] for silo, c in of.counts.items() if c.get("left out")}
-    rows = ", ".join(f"{n} at {silo}" for silo, n in left.items())
-    return [f"rows with a gap that were left out: {rows}"] if left else []
+    said = []
+    for key, what in (
+        ("left out", "rows with a gap that were left out"),
+        ("weightless", "rows of weight 0, which are counted among rows and tell the fit nothing"),
+    ):
+        some = {silo: c[key] for silo, c in of.counts.items() if c.get(key)}
+        if some:
+            said.append(f"{what}: {', '.join(f'{n} at {silo}' for silo, n in some.items())}")
+    return said
 
 
 def _by_silo(model: MixedModel, silos: Sequence[str], records: float | None) -> list[str]:
-    """Rows and groups of each silo, where this process has read all of them; no part of what is saved."""
+    """Rows and groups of each silo, and of all, where this process has read all of them; no part of what is saved."""
     held = dict(model.of.counts.items())
-    if set(held) != set(silos) or len(silos) > _SILOS_SHOWN:
-        return []
     label = model.record_label
-    if sum(c["groups"][label] if label else c["rows"] for c in held.values()) != records:
+    if set(held) != set(silos) or sum(c["groups"][label] if label else c["rows"] for c in held.values()) != records:
         return []  # of another fit
-    said = [", ".join([f"{c['rows']} rows", *(f"{n} of {g}" for g, n in c["groups"].items())]) for c in held.values()]
-    return [f"at {silo}: {of}" for silo, of in zip(held, said, strict=True)]
+    together = {label: sum(c["groups"][label] for c in held.values()) for label in next(iter(held.values()))["groups"]}
+    for shared in (c["shared"] for c in held.values()):  # a group that stands at two silos is one
+        together |= {label: len(set().union(*(c["shared"][label] for c in held.values()))) for label in shared}
+    counted = [(f"at {silo}", c["rows"], c["groups"]) for silo, c in held.items()] if len(held) <= _SILOS_SHOWN else []
+    counted.append(("over all silos", sum(c["rows"] for c in held.values()), together))
+    return [f"{where}: " + ", ".join([f"{rows} rows", *(f"{n} of {g}" for g, n in groups.items())])
+            for where, rows, groups in counted]  # fmt: skip
 
 
 def _weighed(result: Result) -> list[str]:

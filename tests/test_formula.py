@@ -559,7 +559,33 @@ def test_rows_with_gaps_are_dropped_where_the_user_says_so_and_counted() -> None
     of = model("y ~ age + (1 | child)", missing="drop")
     (laid,) = prepared(of, table(age=[math.nan] * 3 + [40.0] * 37))
     assert float(laid["present"].sum()) == 37
-    assert of.of.counts["site-0"] == {"rows": 37, "left out": 3, "groups": of.of.counts["site-0"]["groups"]}
+    counted = of.of.counts["site-0"]
+    assert (counted["rows"], counted["left out"], counted["weightless"]) == (37, 3, 0)
+
+
+def test_the_foot_counts_groups_of_all_silos_and_rows_of_weight_0() -> None:
+    """A region that stands at two silos is one; children of two silos who share a number are two. Controls: of another
+    fit, or where a silo was read elsewhere, nothing is said; weights above 0 are no news."""
+    text = "pressure | weights(w) ~ age + (1 | region) + (1 | child)"
+    dictionary = Dictionary({**COLUMNS, "w": Column("number", low=0, high=2)})
+    weights = [np.ones(40), np.r_[np.zeros(3), np.ones(37)], np.ones(40)]
+    tables_ = [table(seed=k, w=weights[k], region=["north"] * 40) for k in range(3)]
+    tables_[2]["region"] = ["north", *["south"] * 39]
+    of = glmm(text, "gaussian", dictionary=dictionary)
+    prepared(of, *tables_)
+    children = [len(set(t["child"].tolist())) for t in tables_]
+    names = [f"site-{k}" for k in range(3)]
+    said = mixed_model._by_silo(of, names, sum(children))
+    assert said[0] == f"at site-0: 40 rows, 1 of region, {children[0]} of child"
+    assert said[3:] == [f"over all silos: 120 rows, 2 of region, {sum(children)} of child"]
+    assert mixed_model._by_silo(of, names, sum(children) + 1) == mixed_model._by_silo(of, names[:2], 1) == []
+    assert mixed_model._counted(of.of)[0].endswith(" tell the fit nothing: 3 at site-1")
+    assert of.weightless(code_columns(tables_[1], dictionary, "refuse", of.columns).columns) == 3
+    even = glmm(text, "gaussian", dictionary=dictionary)
+    prepared(even, *[{**t, "w": np.ones(40)} for t in tables_])
+    assert mixed_model._counted(even.of) == []
+    with pytest.raises(InputError, match="all rows of all silos have the weight 0, by 'w'"):
+        prepared(of, *[{**t, "w": np.zeros(40)} for t in tables_])
 
 
 def test_what_a_model_counted_is_no_part_of_its_digest_nor_of_a_pickle() -> None:

@@ -160,6 +160,10 @@ def check(
             _check_records(coded, model, table.name)
             if few := model.few_said(coded.columns):
                 click.echo(few, err=True)
+            if none := model.weightless(coded.columns):
+                click.echo(
+                    f"{none} row{'s' * (none > 1)} of weight 0, which a fit counts among rows and learns nothing of"
+                )
     many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
     click.echo(f"it fits; {many} left out" if gaps else "it fits")
 

@@ -293,6 +293,20 @@ def test_a_check_by_a_formula_refuses_what_its_fit_refuses(folder: Path, capsys:
     assert (refused[0], "family poisson needs" in refused[2]) == (2, True)
 
 
+def test_a_check_counts_rows_of_weight_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The control: of a formula without weights, or where none is 0."""
+    run(capsys, "describe", "t.csv", "--output", "d.toml")
+    review(folder / "d.toml")
+    for formula, said in (
+        ("age | weights(visits) ~ smoke", "15 rows of weight 0, which a fit counts among rows and learns nothing of\n"),
+        ("age | weights(1 + visits) ~ smoke", ""),
+        ("age ~ smoke", ""),
+    ):
+        code, out, _ = run(capsys, "check", "t.csv", "--dictionary", "d.toml", "--formula", formula)
+        assert (code, "".join(line + "\n" for line in out.splitlines() if "weight 0" in line)) == (0, said)
+
+
+@pytest.mark.filterwarnings("ignore:'ward' is an integer")
 def test_a_check_warns_of_what_few_records_have_and_one_total_shows_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
