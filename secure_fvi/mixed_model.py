@@ -923,6 +923,7 @@ def glmm(
     offsets = tuple(Expression(text, formula, dictionary) for text in parsed.offsets)
     _check_offsets(offsets, family)
     additions = {name: Expression(text, formula, dictionary) for name, text in parsed.additions.items()}
+    _check_response_apart(parsed, offsets, additions)
     of = Parts(
         dictionary, parsed, fixed, terms, response, prior, family, offsets, additions, missing, tuple(local),
         dict(most or {}), Counts(),
@@ -956,6 +957,15 @@ def _check_names(formula: str, fixed: Design, terms: Sequence[Term], family: str
     ):
         said = f"the {what} '{name}' has the name of a parameter of the model; rename it, by a query or in the table,"
         raise marked(formula, name, said)
+
+
+def _check_response_apart(parsed: Parsed, offsets: Sequence[Expression], additions: Mapping[str, Expression]) -> None:
+    """Raises InputError where the response would be explained, or weighed, by itself. Trials may be counted with its
+    help (r + failures), but are not it alone: all would be successes."""
+    for at, found in (*(("offset", e) for e in offsets), *additions.items()):
+        if parsed.response in found.columns if at != "trials" else {parsed.response} == set(found.columns):
+            what = f"the response '{parsed.response}' stands in {at}({found.text})"
+            raise marked(parsed.text, f"{at}({found.text}", f"{what}: of itself it tells nothing,")
 
 
 def _check_groups(option: str, names: Any, parsed: Parsed) -> None:

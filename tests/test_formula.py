@@ -588,6 +588,22 @@ def test_the_foot_counts_groups_of_all_silos_and_rows_of_weight_0() -> None:
         prepared(of, *[{**t, "w": np.zeros(40)} for t in tables_])
 
 
+@pytest.mark.parametrize(
+    ("formula", "family", "where"),
+    [
+        ("pressure ~ age + offset(pressure) + (1 | child)", "gaussian", "offset(pressure)"),
+        ("pressure | weights(1 / pressure) ~ age", "gaussian", "weights(1 / pressure)"),
+        ("count | trials(count) ~ age", "binomial", "trials(count)"),
+    ],
+)
+def test_a_response_is_not_explained_by_itself(formula: str, family: str, where: str) -> None:
+    """Controls: another column there, and trials that are counted as successes and failures."""
+    with pytest.raises(InputError, match=re.escape(f"the response '{formula.split()[0]}' stands in {where}")):
+        model(formula, family)
+    model("pressure | weights(age) ~ sex + offset(age)", "gaussian")
+    model("count | trials(count + n) ~ age", "binomial")
+
+
 def test_what_a_model_counted_is_no_part_of_its_digest_nor_of_a_pickle() -> None:
     """Who has the digest, as a run's folder shows it, would try all counts of a silo. The control: counts that are."""
     of = model("y ~ age + (1 | child)", missing="drop")
