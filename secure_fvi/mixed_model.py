@@ -913,6 +913,7 @@ def glmm(
     fixed = Design(parsed.fixed, formula, dictionary)
     terms = tuple(_placed(parsed, dictionary, shared, record))
     _check_most(most or {}, terms)
+    _warn_of_numbers(terms, dictionary, {*local, *(most or {}), record})
     response = response_of(parsed, family, dictionary)
     if fixed.intercept is None:  # nothing takes up what a centre would leave
         response = response._replace(centre=0.0)
@@ -975,6 +976,20 @@ def _check_groups(option: str, names: Any, parsed: Parsed) -> None:
     for name in names:
         if name not in groups:
             raise InputError(f"{option}: '{name}' names no groups in the formula{nearest(str(name), groups)}")
+
+
+def _warn_of_numbers(terms: Sequence[Term], dictionary: Dictionary, said: set[str | None]) -> None:
+    """Of local groups that an integer names, which may be a measurement, unless an option names it as a group's."""
+    local = [t.of for t in terms if t.place != "global" and t.of.label not in said]
+    for name in dict.fromkeys(n for term in local for n in term.group):
+        if dictionary[name].kind == "integer" and name not in said:
+            warnings.warn(
+                f"'{name}' is an integer, and each of its numbers is taken for a group: where it names groups, kind = "
+                "'id' in the dictionary says so (or 'category', with its levels); where it is measured, it belongs "
+                "before the bars or among the fixed effects",
+                SecureFVIWarning,
+                stacklevel=1,  # once, though job and parties each make the model
+            )
 
 
 def _check_most(most: Mapping[str, int], terms: Sequence[Term]) -> None:

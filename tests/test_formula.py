@@ -604,6 +604,16 @@ def test_a_response_is_not_explained_by_itself(formula: str, family: str, where:
     model("count | trials(count + n) ~ age", "binomial")
 
 
+def test_groups_that_a_measurement_may_name_are_told_of() -> None:
+    """Control: where an option names them as groups, or their kind does."""
+    with pytest.warns(sf.SecureFVIWarning, match="'visits' is an integer, and each of its numbers is taken"):
+        model("pressure ~ age + (1 | visits)", "gaussian")
+    for more in ({"record": "visits"}, {"shared": ["visits"]}, {"local": ["visits"]}):
+        model("pressure ~ age + (1 | visits)", "gaussian", **more)
+    model("pressure ~ age + (1 | visits) + (1 | child)", "gaussian", most={"visits": 4})
+    model("pressure ~ visits + (1 | child)", "gaussian")
+
+
 def test_what_a_model_counted_is_no_part_of_its_digest_nor_of_a_pickle() -> None:
     """Who has the digest, as a run's folder shows it, would try all counts of a silo. The control: counts that are."""
     of = model("y ~ age + (1 | child)", missing="drop")
