@@ -90,6 +90,8 @@ _DRAWS = 20_000
 _PULLED = 0.5
 #: Families whose likelihood is log-concave in the linear predictor.
 _LOG_CONCAVE = ("gaussian", "bernoulli", "binomial", "poisson", "negbinomial", "ordinal")
+#: Of which an effect of each row cannot be told from what the family has itself.
+_ONE_A_ROW = ("gaussian", "student", "bernoulli")
 #: Silos whose rows and groups the table counts.
 _SILOS_SHOWN = 12
 #: Two tables that are alike with less than this probability are one table.
@@ -624,6 +626,8 @@ class MixedModel(FederatedModel):
         _check_rows_differ(self.of, read)
         _check_names_differ(self.of, read)
         _check_groups_occur(self.of, list(read.values()))
+        _warn_of_one_value(self.of, list(read.values()))
+        _warn_of_single_rows(self.of, list(read.values()))
         sizes = {
             t.of.label: max(r.groups[t.of.label] for r in read.values()) for t in self.of.terms if t.place == "silo"
         }
@@ -1160,6 +1164,31 @@ def _check_groups_occur(of: Parts, tables: Sequence[_Table]) -> None:
                     SecureFVIWarning,
                     stacklevel=4,
                 )
+
+
+def _warn_of_one_value(of: Parts, tables: Sequence[_Table]) -> None:
+    """Warn of a response that never differs, where all silos are here."""
+    name = of.response.name
+    if (
+        len(tables) > 1
+        and sum(t.rows for t in tables) > 1
+        and len({v for t in tables for v in np.unique(t.frame[name])}) == 1
+    ):
+        warnings.warn(
+            f"'{name}' is the same in all rows of all silos, and tells little or nothing",
+            SecureFVIWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_of_single_rows(of: Parts, tables: Sequence[_Table]) -> None:
+    """Warn of local groups of one row each, where all silos are here and the family has no count to tell apart what
+    differs between groups from what does between rows."""
+    rows = sum(t.rows for t in tables)
+    for term in of.terms if len(tables) > 1 and of.family in _ONE_A_ROW else ():
+        if term.place != "global" and sum(t.groups[term.of.label] for t in tables) == rows:
+            said = f"each '{term.of.label}' has one row: how far they differ, data tell little of beside the rows' own"
+            warnings.warn(f"{said} spread, and it rests on the prior", SecureFVIWarning, stacklevel=4)
 
 
 def _check_cells(of: Parts, table: _Table, silo: str, rows: int) -> None:

@@ -614,6 +614,27 @@ def test_groups_that_a_measurement_may_name_are_told_of() -> None:
     model("pressure ~ visits + (1 | child)", "gaussian")
 
 
+def test_a_response_that_never_differs_is_told_of() -> None:
+    """Where all silos are here. Control: that differs at one."""
+    of = model("pressure ~ age", "gaussian")
+    tables_ = [table(seed=k, pressure=np.full(40, 120.0)) for k in range(3)]
+    with pytest.warns(sf.SecureFVIWarning, match="'pressure' is the same in all rows of all silos"):
+        prepared(of, *tables_)
+    tables_[2]["pressure"][0] = 121.0
+    prepared(of, *tables_)
+
+
+def test_groups_of_one_row_each_are_told_of() -> None:
+    """Where all silos are here. Controls: two rows of one of them; a count, which tells a row's effect from its own."""
+    alone = [table(seed=k, child=[f"c{i}" for i in range(40)]) for k in range(3)]
+    of = model("pressure ~ age + (1 | child)", "gaussian")
+    with pytest.warns(sf.SecureFVIWarning, match="each 'child' has one row"):
+        prepared(of, *alone)
+    prepared(model("count ~ age + (1 | child)", "poisson"), *alone)
+    alone[1]["child"][0] = "c1"
+    prepared(of, *alone)
+
+
 def test_what_a_model_counted_is_no_part_of_its_digest_nor_of_a_pickle() -> None:
     """Who has the digest, as a run's folder shows it, would try all counts of a silo. The control: counts that are."""
     of = model("y ~ age + (1 | child)", missing="drop")
