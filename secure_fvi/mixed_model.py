@@ -90,6 +90,10 @@ _DRAWS = 20_000
 _PULLED = 0.5
 #: Families whose likelihood is log-concave in the linear predictor.
 _LOG_CONCAVE = ("gaussian", "bernoulli", "binomial", "poisson", "negbinomial", "ordinal")
+_NUMBERED = (
+    "each number of '{}', an integer, is taken for a group: where it names groups, kind = 'id' in the dictionary says "
+    "so (or 'category', with its levels); where it is measured, it belongs among the fixed effects"
+)
 #: Of which an effect of each row cannot be told from what the family has itself.
 _ONE_A_ROW = ("gaussian", "student", "bernoulli")
 #: Silos whose rows and groups the table counts.
@@ -917,7 +921,8 @@ def glmm(
     fixed = Design(parsed.fixed, formula, dictionary)
     terms = tuple(_placed(parsed, dictionary, shared, record))
     _check_most(most or {}, terms)
-    _warn_of_numbers(terms, dictionary, {*local, *(most or {}), record})
+    effects = {*fixed.columns, *(c for t in terms for c in t.design.columns)}
+    _warn_of_numbers(_numbered(terms, dictionary, {*local, *(most or {}), record}), dictionary, effects)
     response = response_of(parsed, family, dictionary)
     if fixed.intercept is None:  # nothing takes up what a centre would leave
         response = response._replace(centre=0.0)
@@ -982,18 +987,20 @@ def _check_groups(option: str, names: Any, parsed: Parsed) -> None:
             raise InputError(f"{option}: '{name}' names no groups in the formula{nearest(str(name), groups)}")
 
 
-def _warn_of_numbers(terms: Sequence[Term], dictionary: Dictionary, said: set[str | None]) -> None:
-    """Of local groups that an integer names, which may be a measurement, unless an option names it as a group's."""
+def _numbered(terms: Sequence[Term], dictionary: Dictionary, said: set[str | None]) -> list[str]:
+    """Integers that name local groups, and may be measurements, but for those that an option names as a group's."""
     local = [t.of for t in terms if t.place != "global" and t.of.label not in said]
-    for name in dict.fromkeys(n for term in local for n in term.group):
-        if dictionary[name].kind == "integer" and name not in said:
-            warnings.warn(
-                f"'{name}' is an integer, and each of its numbers is taken for a group: where it names groups, kind = "
-                "'id' in the dictionary says so (or 'category', with its levels); where it is measured, it belongs "
-                "before the bars or among the fixed effects",
-                SecureFVIWarning,
-                stacklevel=1,  # once, though job and parties each make the model
-            )
+    names = dict.fromkeys(name for random in local for name in random.group)
+    return [name for name in names if dictionary[name].kind == "integer" and name not in said]
+
+
+def _warn_of_numbers(names: Sequence[str], dictionary: Dictionary, beside: set[str]) -> None:
+    """Of `_numbered` those that look like measurements: with a unit or a scale, or among the effects as well."""
+    for name in names:
+        column = dictionary[name]
+        if column.unit or column.centre is not None or column.scale is not None or name in beside:
+            # Attributed to here, so that it is said once, though job and parties each make the model.
+            warnings.warn(_NUMBERED.format(name), SecureFVIWarning, stacklevel=1)
 
 
 def _check_most(most: Mapping[str, int], terms: Sequence[Term]) -> None:
@@ -1495,6 +1502,7 @@ def _summary(model: MixedModel, result: Result) -> Summary:
     notes = (
         *(_counted(of) if result.privacy is None else ()),
         *_by_prior(of, found, weights),
+        *(_NUMBERED.format(name) for name in _numbered(of.terms, of.dictionary, {*of.local, *of.most})),
     )
     noise = counts_noise(result.privacy)
     foot = (

@@ -605,13 +605,24 @@ def test_a_response_is_not_explained_by_itself(formula: str, family: str, where:
 
 
 def test_groups_that_a_measurement_may_name_are_told_of() -> None:
-    """Control: where an option names them as groups, or their kind does."""
-    with pytest.warns(sf.SecureFVIWarning, match="'visits' is an integer, and each of its numbers is taken"):
-        model("pressure ~ age + (1 | visits)", "gaussian")
+    """At once where it has a unit, or a slope as well, else at the table's foot. Control: where an option names it as a
+    group, or its kind does."""
+    text, years = (
+        "pressure ~ sex + (1 | visits)",
+        Dictionary({**COLUMNS, "visits": Column("integer", low=1, high=4, unit="years")}),
+    )
+    with pytest.warns(sf.SecureFVIWarning, match="each number of 'visits', an integer, is taken for a group"):
+        glmm(text, "gaussian", dictionary=years)
+    with pytest.warns(sf.SecureFVIWarning, match="each number of 'visits'"):
+        model("pressure ~ visits + (1 | visits)", "gaussian")
     for more in ({"record": "visits"}, {"shared": ["visits"]}, {"local": ["visits"]}):
-        model("pressure ~ age + (1 | visits)", "gaussian", **more)
-    model("pressure ~ age + (1 | visits) + (1 | child)", "gaussian", most={"visits": 4})
-    model("pressure ~ visits + (1 | child)", "gaussian")
+        glmm(text, "gaussian", dictionary=years, **more)
+    glmm(f"{text} + (1 | child)", "gaussian", dictionary=years, most={"visits": 4})
+    of = model(text, "gaussian").of
+    assert mixed_model._numbered(of.terms, of.dictionary, set()) == ["visits"]
+    for other in ("pressure ~ visits + (1 | child)", "pressure ~ sex + (1 | ward)"):
+        of = model(other, "gaussian").of
+        assert mixed_model._numbered(of.terms, of.dictionary, set()) == []
 
 
 def test_a_response_that_never_differs_is_told_of() -> None:

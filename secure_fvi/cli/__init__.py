@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     warnings.showwarning = _show_warning
+    _warned.clear()
     _keep_memory()
     if sys.stderr.isatty() and "--quiet" not in arguments:
         sys.meta_path.insert(0, _SaysLoading())
@@ -176,6 +177,10 @@ def _one_line(message: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
 
 
+#: What this command has warned of.
+_warned: set[str] = set()
+
+
 def _show_warning(
     message: Warning | str,
     category: type[Warning],
@@ -187,5 +192,7 @@ def _show_warning(
     # Libraries warn about their own insides; only our warnings are for the user of the command line.
     from secure_fvi.errors import SecureFVIWarning
 
-    if issubclass(category, SecureFVIWarning):
-        click.echo(f"secure-fvi: warning: {_one_line(str(message))}", err=True)
+    text = _one_line(str(message))
+    if issubclass(category, SecureFVIWarning) and text not in _warned:  # Python forgets where filters change
+        _warned.add(text)
+        click.echo(f"secure-fvi: warning: {text}", err=True)

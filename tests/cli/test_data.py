@@ -306,7 +306,6 @@ def test_a_check_counts_rows_of_weight_0(folder: Path, capsys: pytest.CaptureFix
         assert (code, "".join(line + "\n" for line in out.splitlines() if "weight 0" in line)) == (0, said)
 
 
-@pytest.mark.filterwarnings("ignore:'ward' is an integer")
 def test_a_check_warns_of_what_few_records_have_and_one_total_shows_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from programs import make_intercepts
 
 import secure_fvi as sf
 from secure_fvi.algorithms import refining
+from secure_fvi.cli import _show_warning, main
 from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.driving import Progress
 from secure_fvi.errors import InputError
@@ -252,6 +253,16 @@ def test_a_run_that_converged_exits_0(cli: CommandLine) -> None:
     assert ", converged" in answer.out
     assert json.loads((cli.folder / "out" / "result.json").read_text())["converged"] is True
     assert "<b>converged</b>" in (cli.folder / "out" / "report.html").read_text()
+
+
+def test_a_command_says_a_warning_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Though job and parties each make the model. Controls: another one; the next command."""
+    for texts, lines in ((["a", "a", "b"], 2), (["a"], 1)):
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        for text in texts:
+            _show_warning(text, sf.SecureFVIWarning, "", 0)
+        assert capsys.readouterr().err.count("secure-fvi: warning: ") == lines
 
 
 def test_help_needs_no_torch() -> None:
