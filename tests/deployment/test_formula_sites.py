@@ -176,8 +176,8 @@ def test_tables_of_sites_are_checked_by_one_sum_more(world: World, tmp_path: Pat
     assert told["replicates"] == 20
     observed = {row["name"]: row["observed"] for row in told["rows"]}
     wheezed = [[float(row.rsplit(",", 1)[1]) for row in study.rows(at)[1:]] for at in range(3)]
-    assert observed["mean"] == pytest.approx(np.mean(np.concatenate(wheezed)), abs=1e-4)
-    assert abs(observed["mean"] - np.mean(wheezed[0])) > 1e-3
+    assert observed["share of 1"] == pytest.approx(np.mean(np.concatenate(wheezed)), abs=1e-4)
+    assert abs(observed["share of 1"] - np.mean(wheezed[0])) > 1e-3
     assert "Predictive check" in (tmp_path / "remote" / "report.html").read_text()
     explained = CliRunner().invoke(cli, ["policy", "explain", str(study.job.path)], catch_exceptions=False).output
     assert "replicates that the model makes at points that the server names" in " ".join(explained.split())
