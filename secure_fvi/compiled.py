@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import operator
 import re
 import shutil
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
+from torch.overrides import TorchFunctionMode
 
 Mode = Literal["compiled", "traced", "eager"]
 
@@ -128,7 +130,8 @@ class Traced:
 
     def _trace(self, key: tuple[torch.Size, ...], args: Sequence[Any], flat: list[Tensor]) -> Any:
         """One call: trace, compare with the function itself, keep the graph only if they agree."""
-        result = self.fn(*args)
+        with Calls() as calls:
+            result = self.fn(*args)
         expected = flatten(result)
         rebuild = [structure(a) for a in args]
 
@@ -141,13 +144,13 @@ class Traced:
         axes = [axis if axis is not None and axis < t.dim() else None for axis, t in zip(named, flat, strict=True)]
         fixed: list[int | None] = [None] * len(axes)
         # First with sizes that are numbers, in half the time: what is wrong then is wrong at this size too.
-        attempts: list[tuple[list[int | None], bool]] = [(axes, True)]
+        attempts: list[tuple[list[int | None], bool]] = [(axes, True), (fixed, True)]
         if not self.by_shape:
             attempts = [*([(axes, False)] if self.mode == "traced" else []), (axes, True), (fixed, True)]
         why = ""
         for attempt, symbolic in attempts:
             try:
-                run, got = self._attempt(on_flat, flat, attempt, expected, symbolic)
+                run, got = self._attempt(on_flat, flat, attempt, expected, symbolic, calls.made)
             except Exception as error:  # whatever a user's program does that a tracer cannot follow
                 _log.debug("tracing failed", exc_info=True)
                 why = reason(error)
@@ -163,10 +166,10 @@ class Traced:
 
     def _attempt(
         self, fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None],
-        expected: Sequence[Tensor], symbolic: bool,
+        expected: Sequence[Tensor], symbolic: bool, made: int,
     ) -> tuple[_Run, Sequence[Tensor]]:  # fmt: skip
         """A graph and what it gives, which is `expected`. Raises whatever keeps it from that."""
-        graph = trace_graph(fn, flat, axes, symbolic)
+        graph = trace_graph(fn, flat, axes, symbolic, made)
         if self.mode == "compiled":
             try:
                 run = _compile(graph, flat, axes)
@@ -238,13 +241,17 @@ class TracedOnMade(Traced):
 
 
 def trace_graph(
-    fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None], symbolic: bool = True
-) -> GraphModule:
+    fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None], symbolic: bool = True,
+    made: float = math.inf,
+) -> GraphModule:  # fmt: skip
     """Trace on stand-ins whose record axis has a length that no other axis has, so that it alone is symbolic.
 
     Without `symbolic` that length is a number in all that is computed, and what is left of it in the graph stands for
     the number of records; a function of it that is no multiple (a mean's divisor, say, as a fraction) stays as it was.
     The caller compares, `exactly`.
+
+    made: calls of PyTorch that `fn` makes of `flat`. One that makes far more of the stand-ins has a loop over records,
+    whose trace takes minutes and holds for their number alone: raises an error.
     """
     lengths = {size for tensor in flat for size in tensor.shape}
     records = next(p for p in _PRIMES if p not in lengths)
@@ -256,7 +263,8 @@ def trace_graph(
         examples.append(tensor.new_zeros(shape))
     known = next(((i, axis) for i, axis in enumerate(axes) if axis is not None), None)
     mode: Literal["fake", "symbolic"] = "symbolic" if symbolic and known is not None else "fake"
-    module = make_fx(fn, tracing_mode=mode, _allow_non_fake_inputs=True)(*examples)
+    with Calls(math.inf if known is None else 1000 + 2 * made):
+        module = make_fx(fn, tracing_mode=mode, _allow_non_fake_inputs=True)(*examples)
     for node in reversed(module.graph.nodes):
         # Optimisers mark their steps for the profiler; the marks cannot be compiled and cost time.
         if "_record_function" in str(node.target):
@@ -267,6 +275,20 @@ def trace_graph(
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+class Calls(TorchFunctionMode):
+    """Counts calls of PyTorch, and ends what makes more than `most`."""
+
+    def __init__(self, most: float = math.inf) -> None:
+        super().__init__()
+        self.made, self.most = 0, most
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made += 1
+        if self.made > self.most:
+            raise _TooLong
+        return func(*args, **(kwargs or {}))
 
 
 def lean(module: GraphModule, merged: bool = True) -> GraphModule:
@@ -339,6 +361,10 @@ def _fill_anew(graph: Graph) -> None:
             node.target = torch.ops.aten.masked_fill.Scalar
             for user in [user for user in filled.users if user > node]:
                 user.replace_input_with(filled, node)
+
+
+class _TooLong(Exception):
+    """A function makes the more calls the more records there are."""
 
 
 class _OtherNumbers(Exception):

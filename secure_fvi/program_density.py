@@ -206,7 +206,10 @@ class _Graph:
             return list(fn(*flat[:3], dict(zip(self._theta, named, strict=True)), columns_by_name))
 
         axes = [None, None, 0, *[None] * len(theta), *[0] * len(rows)]
-        self._run = compiled.to_map(compiled.lean(compiled.trace_graph(on_flat, flat, axes, False), False)).forward
+        with compiled.Calls() as calls:
+            on_flat(*flat)
+        graph = compiled.trace_graph(on_flat, flat, axes, False, calls.made)
+        self._run = compiled.to_map(compiled.lean(graph, False)).forward
 
     def __call__(self, *args: Any) -> LogTerms:
         return LogTerms(*self._run(*self._flat(*args)))
