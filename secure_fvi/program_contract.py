@@ -78,6 +78,11 @@ def check_program(problem: Problem, importance_samples: int = 1) -> None:
                 "cannot be differentiated over many values at once; write it out: of a hidden Markov chain, a discrete "
                 "site a time in the record plate, which is summed out"
             ) from error
+        if "mutate a captured Tensor" in str(error):
+            raise InputError(
+                "the model writes into its data, or into a tensor from outside of it (x[x < 0] = 0, x.log_(), x /= 9), "
+                "which the next run would find changed; make another one: torch.where, x.log(), or x = x.clone() first"
+            ) from error
         raise InputError(
             f"the model fails on made data, where gradients are taken ({type(error).__name__}: {one_line(error)})"
         ) from error
@@ -432,12 +437,16 @@ def _check_steepness(problem: Problem, rows: Params, size: int, silo: str) -> No
 
 
 def _steady(problem: Problem, rows: Params, part: slice) -> bool:
-    """Whether the gradient of the records' terms is finite at the start."""
+    """Whether the gradient of the records' terms is finite near the start, or there: in columns of raw units, a slope
+    that is moved as little as `Point` does may make of every term an infinity, and of its gradient no number."""
     some = {name: value[part] for name, value in rows.items()}
-    point = Point(problem, len(next(iter(some.values()))))
+    return any(_finite_slopes(Point(problem, len(next(iter(some.values()))), by), some) for by in (SPREAD, 0.0))
+
+
+def _finite_slopes(point: Point, rows: Params) -> bool:
     try:
         with torch.enable_grad():
-            terms, latents = own_terms(point, some)
+            terms, latents = own_terms(point, rows)
             total = torch.where(torch.isfinite(terms), terms, torch.zeros_like(terms)).sum()
         found = torch.autograd.grad(total, latents, allow_unused=True) if total.requires_grad else ()
     except Exception:  # not on so few rows: nothing is known

@@ -762,6 +762,12 @@ def hidden(y: Tensor) -> None:
     _observe(y, mu, pyro.sample("sd", dist.HalfNormal(1.0)))
 
 
+@mistake("the model writes into its data, or into a tensor from outside of it")
+def cleans_its_data(y: Tensor) -> None:
+    y[y < 1e-3] = 1e-3
+    _observe(y, _level())
+
+
 @mistake("a parameter whose value is known is a number in the program, in place of a site with obs or pyro.condition")
 def conditioned(y: Tensor) -> None:
     with poutine.condition(data={"mu": torch.tensor(1.0)}):

@@ -238,6 +238,20 @@ def test_a_gradient_that_no_row_has_is_the_programs_own() -> None:
     assert "take them out" not in said
 
 
+def test_slopes_of_raw_units_begin_where_their_gradient_is_finite() -> None:
+    """Incomes of millions, whose slope of 1e-6 or so is 0 at the start: a tenth beside it every exp is infinite."""
+
+    def weibull(income: Tensor, years: Tensor) -> None:
+        shape = pyro.sample("shape", dist.Gamma(2.0, 1.0))
+        slope = pyro.sample("slope", dist.Normal(0.0, 1e-6))
+        with pyro.plate("r", len(years)):
+            off = torch.log(years) - slope * income
+            pyro.factor("likelihood", torch.log(shape) - torch.log(years) + shape * off - torch.exp(shape * off))
+
+    rows = {"income": 2.5e6 + 8e5 * _g.double(), "years": _g.double().exp()}
+    _build(weibull, *[rows] * 3)
+
+
 def test_there_are_a_hundred() -> None:
     assert len(list(_cases())) >= 100
 
