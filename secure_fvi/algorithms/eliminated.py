@@ -21,7 +21,7 @@ from torch.func import vjp, vmap
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import over_draws
-from secure_fvi.density import LogTerms
+from secure_fvi.density import LogDensity
 from secure_fvi.families import Params
 from secure_fvi.families.gaussian import unit_lower
 
@@ -132,11 +132,11 @@ def solved(lower: Tensor, right: Tensor) -> Tensor:
     return torch.cholesky_solve(right.unsqueeze(-1), lower).squeeze(-1)
 
 
-def joint_of(evaluate: Callable[..., LogTerms], theta: Params, rows: Params, weights: Tensor) -> Joint:
+def joint_of(density: LogDensity, theta: Params, rows: Params, weights: Tensor) -> Joint:
     """log p(y_j, Z_S | Z_G) of a silo without latents of records."""
 
     def joint(z_silo: Tensor, z_global: Tensor) -> Tensor:
-        terms = evaluate(z_global, z_silo, z_global.new_zeros(len(weights), 0), theta, rows)
+        terms = density.evaluate(z_global, z_silo, z_global.new_zeros(len(weights), 0), theta, rows)
         return (torch.where(weights > 0, terms.records, 0.0) * weights).sum() + terms.silo
 
     return joint

@@ -1304,12 +1304,12 @@ def marginal_gradient(density: LogDensity) -> SiloFunction:
         weights: Tensor, eps_local: Tensor, eps_silo: Tensor,
     ) -> SiloGradient:  # fmt: skip
         start = silo["loc"][0] + (silo["coupling"][0] @ shift if "coupling" in silo else 0.0)
-        at, found = nearer_mode(joint_of(density.evaluate, theta, rows, weights), start, z_global, silo)
+        at, found = nearer_mode(joint_of(density, theta, rows, weights), start, z_global, silo)
         signs = torch.where(eps_silo[0] < 0, -1.0, 1.0).to(at).unsqueeze(-1)
         w = torch.linalg.solve_triangular(found.lower.mT, signs, upper=True).squeeze(-1)
 
         def slope_of(z_global: Tensor, theta: Params) -> tuple[Tensor, Tensor]:
-            joint = joint_of(density.evaluate, theta, rows, weights)
+            joint = joint_of(density, theta, rows, weights)
             slope = torch.func.grad(joint)(at, z_global)
             mode = at + solved(found.lower, slope)  # whose derivatives in Z_G and theta are the mode's
             height = joint(mode, z_global)
@@ -1336,5 +1336,5 @@ def _slopes(
 
 def at_mean(density: LogDensity, mean: Tensor, theta: Params, silo: Params, rows: Params, weights: Tensor) -> Params:
     """q(Z_S | Z_G) around that mean of Z_G, from parameters that are relative to it."""
-    at, found = to_mode(joint_of(density.evaluate, theta, rows, weights), silo["loc"][0], mean)
+    at, found = to_mode(joint_of(density, theta, rows, weights), silo["loc"][0], mean)
     return silo_params(at, found, silo)

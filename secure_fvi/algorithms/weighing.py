@@ -94,7 +94,7 @@ _NEARER = (0.5, 0.25, 0.1, 0.03, 0.0)
 #: place; by fewer where those of records are nested in a silo's.
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
 #: Of a silo's latents in which log p is concave, of such spreads in sds by the curvature at the mode: by so many, and
-#: where there are few latents. Newton's steps towards it: where these are not enough draws are weighed less evenly.
+#: where there are few latents. One of Newton's steps leads there: where it is not enough draws are weighed less evenly.
 _CLIMBED, _CLIMBED_OF_FEW, _FEW, _CLIMBED_SPREADS = 32, 8, 8, (1.0, 1.4)
 #: And by so many along lines: there means of draws are right, or too small, however far off q(Z_L | Z_G) is.
 _ALONG_LINES = 32
@@ -487,7 +487,7 @@ class Weigher:
         self.problem.density.often(view.start, theta, view.rows)
         try:
             loc = q.mean().to(self.problem.device, self.problem.dtype)
-            latents = _Latents(self, self.problem.density.evaluate, loc, theta, record, silo, view)
+            latents = _Latents(self, loc, theta, record, silo, view)
             try:
                 return self._over(latents, z, self._nodes(view, key, which), which)
             except (RuntimeError, NotImplementedError):  # a program without second derivatives
@@ -503,7 +503,7 @@ class Weigher:
         self, z: Tensor, theta: Params, rows: Params, weights: Tensor, own: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
         """`_curved` of a silo's own latents (1, n_silo), of one without latents of records, at z (n,)."""
-        joint = joint_of(self.problem.density.evaluate, theta, rows, weights)
+        joint = joint_of(self.problem.density, theta, rows, weights)
         return _curved(lambda own: joint(own[0], z)[None], own, before)
 
     def _curved_of_records(
@@ -565,7 +565,6 @@ class _Latents(NamedTuple):
     """A silo's latents and records: their density and their q, given Z_G, a z (n,)."""
 
     weigher: Weigher
-    evaluate: Callable[..., LogTerms]  # of the problem's density
     loc: Tensor  # (n,) q's mean of Z_G, on the problem's device
     theta: Params
     record: Params  # parameters around that mean
@@ -640,12 +639,11 @@ class _Latents(NamedTuple):
         return found
 
     def _terms(self, z: Tensor, z_silo: Tensor, z_record: Tensor) -> LogTerms:
-        z_record = z_record.expand(len(self.view.weights), -1)  # a graph counts records by their latents
-        return self.evaluate(z, z_silo[0], z_record, self.theta, self.view.rows)
+        return self.weigher.problem.density.evaluate(z, z_silo[0], z_record, self.theta, self.view.rows)
 
     def joint(self) -> Joint:
         """log p(y_j, Z_S | Z_G) of a silo without latents of records."""
-        return joint_of(self.evaluate, self.theta, self.view.rows, self.view.weights)
+        return joint_of(self.weigher.problem.density, self.theta, self.view.rows, self.view.weights)
 
     def density_of_silo(self, z: Tensor) -> _Density:
         """Of its own latents (1, n_silo), of a silo without latents of records: (1,)."""
