@@ -25,7 +25,7 @@ from greenlet import getcurrent
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.overrides import TorchFunctionMode
 
@@ -555,10 +555,12 @@ def threads(count: int) -> Iterator[None]:
 
 def over_draws(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn` of each draw along the first axis of all tensors in `args`, a tensor or a tuple or dict of them, mapped; one
-    by one for a program that PyTorch cannot map."""
+    by one for a program that PyTorch cannot map. Raises its error within a trace, which would hold each draw anew."""
     try:
         return torch.func.vmap(fn)(*args)
     except RuntimeError:
+        if get_proxy_mode() is not None:
+            raise
         flat, build = flatten(args), structure(args)
         return _stacked([fn(*build(iter([t[k] for t in flat]))) for k in range(len(flat[0]))])
 

@@ -78,6 +78,11 @@ def check_program(problem: Problem, importance_samples: int = 1) -> None:
                 "cannot be differentiated over many values at once; write it out: of a hidden Markov chain, a discrete "
                 "site a time in the record plate, which is summed out"
             ) from error
+        if "numpy()" in str(error) or "data pointer" in str(error):
+            raise InputError(
+                "the model takes tensors to NumPy (x.numpy(), np.log(x)), where no gradient follows; write it in "
+                "PyTorch (torch.log(x)), or bring what depends on no latent as a column of the data"
+            ) from error
         if "mutate a captured Tensor" in str(error):
             raise InputError(
                 "the model writes into its data, or into a tensor from outside of it (x[x < 0] = 0, x.log_(), x /= 9), "
@@ -431,8 +436,9 @@ def _check_steepness(problem: Problem, rows: Params, size: int, silo: str) -> No
         )
     raise DataError(
         f"silo '{silo}': {', '.join(blamed) or 'the data'} give the log density a gradient that is not finite, at the "
-        f"start, in {len(bad) or 'some'} of {size} rows{rest}: the logarithm or the root of 0, say; correct these "
-        "rows, or take them out"
+        f"start, in {len(bad) or 'some'} of {size} rows{rest}: the logarithm or the root of 0, say, also in the branch "
+        "of a torch.where that is not taken, whose gradient is 0 times infinity; write "
+        "torch.log(torch.where(y > 0, y, 1.0)) there, or correct these rows"
     )
 
 

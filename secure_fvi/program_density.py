@@ -6,6 +6,7 @@ here, nothing of this is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import Categorical, biject_to, constraints, transform_to
 from torch.distributions.constraints import Constraint
+from torch.overrides import TorchFunctionMode
 
 from secure_fvi import compiled
 from secure_fvi.density import Layout, LogDensity, LogTerms, Params, Role, Start, running
@@ -258,6 +260,15 @@ def _slopes(fn: Callable[..., LogTerms], z: Sequence[Tensor], theta: Params, row
     return [*(t.detach() for t in terms), *slopes]
 
 
+class _InPyTorch(TorchFunctionMode):
+    """Refuses what reads the memory of a tensor, which one that is never written has not: PyTorch does not look."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr):
+            raise RuntimeError("Can't call numpy() on a tensor of a program that writes into its tensors")
+        return func(*args, **(kwargs or {}))
+
+
 class ProgramDensity(LogDensity):
     """`LogDensity` that runs the program, or, where it is evaluated often, a graph that was traced of it: by handlers
     an evaluation takes some milliseconds, mapped over draws and differentiated several times as many."""
@@ -266,6 +277,7 @@ class ProgramDensity(LogDensity):
         super().__init__(model, layout, schema)
         self._evaluations, self._seen = 0, set[int]()
         self._graph: _Graph | None = None
+        self._writes: bool | None = None  # not known before the first run
 
     def evaluate(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> LogTerms:
         args = z_global, z_silo, z_record, theta, rows
@@ -331,6 +343,40 @@ class ProgramDensity(LogDensity):
         self, latents: Params, theta: Params, rows: Params, densities: bool, chosen: Mapping[str, int]
     ) -> Evaluation:
         some = next(iter(latents.values()))
-        with running(some.dtype, some.device), Evaluation(self.model, latents, theta, densities, chosen) as run:
-            self.model.fn(**rows, **self.schema.constants)
-        return run
+        found = Evaluation(self.model, latents, theta, densities, chosen)
+
+        def once(latents: Params, theta: Params) -> tuple[Any, ...]:
+            found.latents, found.theta = latents, theta
+            in_pytorch = _InPyTorch() if self._writes else contextlib.nullcontext()
+            with running(some.dtype, some.device), in_pytorch, found:
+                self.model.fn(**rows, **self.schema.constants)
+            return found.constrained, found.terms, found.own, found.values, found.masks
+
+        if self._writes is None:
+            self._writes = self._writes_for_all(some)
+        if self._writes:
+            each = torch.func.functionalize(once)(latents, theta)
+            found.constrained, found.terms, found.own, found.values, found.masks = each
+        else:
+            once(latents, theta)
+        return found
+
+    def _writes_for_all(self, like: Tensor) -> bool:
+        """Whether the program can be mapped over draws of its latents only if what it writes into a tensor of its own
+        (`ll[late] = ...`), one for all draws, makes another tensor."""
+        rows = {name: value.to(like.device) for name, value in self.schema.dummy_rows(2).items()}
+        shapes = (self.layout.size("global"),), (self.layout.size("silo"),), (2, self.layout.size("record"))
+        theta = {name: torch.zeros(shape, dtype=like.dtype, device=like.device) for name, shape in self.layout.theta}
+        draws = [torch.zeros(1, *shape, dtype=like.dtype, device=like.device) for shape in shapes]
+
+        def run(z_global: Tensor, z_silo: Tensor, z_record: Tensor) -> LogTerms:
+            return LogDensity.evaluate(self, z_global, z_silo, z_record, theta, rows)
+
+        for self._writes in (False, True):
+            try:
+                torch.func.vmap(run)(*draws)
+                return self._writes
+            except Exception as error:  # of a program that is mapped in neither way, or fails on what is made
+                if "is not possible because there exists a Tensor" not in str(error):
+                    break
+        return False

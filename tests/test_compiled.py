@@ -16,7 +16,16 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import compiled
-from secure_fvi.compiled import TRACE_AFTER_CALLS, Traced, choose_mode, choose_threads, lean, threads, trace_graph
+from secure_fvi.compiled import (
+    TRACE_AFTER_CALLS,
+    Traced,
+    choose_mode,
+    choose_threads,
+    lean,
+    over_draws,
+    threads,
+    trace_graph,
+)
 from secure_fvi.fitting import build_parties
 
 
@@ -149,6 +158,28 @@ def test_a_loop_over_records_is_traced_for_their_own_number_alone(by_shape: bool
         torch.testing.assert_close(traced(x), (x.exp() + 1).sum(0))
     assert traced.mode == "traced"
     assert calls[0] < 10_000
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_cannot_be_mapped_is_not_traced_a_draw_at_a_time() -> None:
+    """A graph of each of many draws takes minutes, of what runs in milliseconds; the control is one that can be."""
+    calls = [0]
+
+    def fn(z: Tensor, mapped: bool) -> Tensor:
+        def one(z: Tensor) -> Tensor:
+            calls[0] += 1
+            found = z.exp() if mapped else torch.zeros(3, dtype=z.dtype).add_(z)
+            return found.sum()
+
+        return over_draws(one, z)
+
+    for mapped, mode, most in ((True, "traced", 10), (False, "eager", 2 * 500 + 10)):
+        calls[0] = 0
+        traced = Traced(functools.partial(fn, mapped=mapped), (None,), "traced")
+        z = torch.randn(500, 3)
+        torch.testing.assert_close(traced(z), (z.exp() if mapped else z).sum(1))
+        assert traced.mode == mode
+        assert calls[0] <= most
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

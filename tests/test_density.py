@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pyro
@@ -329,6 +330,53 @@ def test_a_program_whose_graph_is_another_function_runs_as_it_is(inner: Any) -> 
     for args in sizes:
         for found, own in zip(density.evaluate(*args), LogDensity.evaluate(density, *args), strict=True):
             assert torch.equal(found, own)
+
+
+def _censored(x: Tensor, y: Tensor, picked: bool) -> None:
+    """Rows by kind, written into a tensor of the program's own, or by torch.where."""
+    a, scale = pyro.sample("a", dist.Normal(0.0, 1.0)), pyro.sample("scale", dist.HalfNormal(1.0))
+    with pyro.plate("row", len(y)):
+        own = pyro.sample("own", dist.Normal(0.0, scale))
+        late, far = x[:, 0] > 0, y - a - own
+        if picked:
+            term = torch.zeros(len(y))
+            term[late] = -0.5 * far[late].square()
+            term[~late] = torch.special.log_ndtr(-far[~late])
+        else:
+            term = torch.where(late, -0.5 * far.square(), torch.special.log_ndtr(-far))
+        pyro.factor("term", term)
+
+
+def test_rows_that_a_program_picks_and_writes_are_mapped_over_draws() -> None:
+    """Which PyTorch refuses of a tensor that is one for all draws, as the control shows."""
+    rows = {"x": torch.randn(9, 2).double(), "y": torch.randn(9).double()}
+    z, z_record = torch.randn(5, 2).double(), torch.randn(5, 9, 1).double()
+    found, priors = [], []
+    for picked in (True, False):
+        program = functools.partial(_censored, picked=picked)
+        density, _ = _density(sf.FederatedModel(program, "row", ()), rows)
+
+        def total(z: Tensor, z_record: Tensor, density: LogDensity = density) -> Tensor:
+            return sum((t.sum() for t in density.evaluate(z, z.new_zeros(0), z_record, {}, rows)), z.new_zeros(()))
+
+        slope = torch.func.vmap(torch.func.grad(total, argnums=(0, 1)))(z, z_record)
+        bent = torch.func.vmap(torch.func.hessian(total))(z, z_record)
+        found.append((torch.func.vmap(total)(z, z_record), *slope, bent))
+        priors.append(torch.func.vmap(lambda z, density=density: density.log_prior(z, {}))(z))
+        if picked:
+            with pytest.raises(RuntimeError, match="index_put_"):
+                torch.func.vmap(lambda z, program=program: _written_once(program, z, rows["x"], rows["y"]))(z)
+            assert torch.equal(found[0][0][0], total(z[0], z_record[0]))
+    for own, other in zip((*found[0], priors[0]), (*found[1], priors[1]), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def _written_once(program: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The program's terms at Z_G, run by Pyro alone."""
+    latents = {"a": z[0], "scale": z[1].exp(), "own": torch.zeros(9).double()}
+    with pyro.validation_enabled(False):
+        trace = poutine.trace(poutine.condition(program, latents)).get_trace(x, y)
+    return trace.nodes["term"]["fn"].log_factor
 
 
 def test_one_row_of_latents_stands_for_all_in_a_graph_too() -> None:

@@ -29,7 +29,7 @@ from torch.distributions import biject_to, transform_to
 from torch.fx import GraphModule, Node
 
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.compiled import agree, flatten, trace_graph
+from secure_fvi.compiled import Calls, agree, flatten, trace_graph
 from secure_fvi.density import LogTerms, Params, running
 from secure_fvi.deployment.fence import CPU_SECONDS, MODEL, MOST_THREADS, call_filter, roles_of
 from secure_fvi.deployment.session_messages import unpack_schema
@@ -377,9 +377,11 @@ def _written(
 
     functional = torch.func.functionalize(fn)
     why = ""
+    with Calls() as calls:
+        fn(*flat)
     for attempt in (fn, functional):  # where the program writes into its own tensors, the second has no such writes
         try:
-            return _encode(what, trace_graph(attempt, flat, axes), constants)
+            return _encode(what, trace_graph(attempt, flat, axes, made=calls.made), constants)
         except InputError as error:
             why = str(error)
         except GuardOnDataDependentSymNode:

@@ -263,9 +263,22 @@ def math_function(y: Tensor) -> None:
     _observe(y, math.exp(_level() / 10))
 
 
-@mistake("fails on made data, where gradients are taken (RuntimeError: Can't call numpy()")
+@mistake("takes tensors to NumPy")
 def numpy_on_latents(y: Tensor) -> None:
     _observe(y, torch.as_tensor(np.exp(_level().numpy())))
+
+
+@mistake("takes tensors to NumPy")
+def numpy_on_what_it_writes(y: Tensor) -> None:
+    """Whose memory PyTorch would read unwritten where writes make other tensors."""
+    mu = torch.zeros(len(y))
+    mu[y > 0] = _level()
+    _observe(y, torch.as_tensor(np.exp(mu)))
+
+
+@mistake("takes tensors to NumPy")
+def numpy_on_data(y: Tensor) -> None:
+    _observe(torch.from_numpy(np.exp(y.numpy())), _level())
 
 
 @mistake(CUT)
@@ -1252,6 +1265,17 @@ def likelihood_as_a_factor(y: Tensor) -> None:
     mu = _level()
     with pyro.plate("r", len(y)):
         pyro.factor("f", -((y - mu) ** 2))
+
+
+@good()
+def rows_picked_by_a_mask(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        term = torch.zeros(len(y))
+        late = y > 0
+        term[late] = -((y[late] - mu) ** 2)
+        term[~late] = torch.log(torch.sigmoid(mu))
+        pyro.factor("f", term)
 
 
 @good(WIDE)
