@@ -128,8 +128,10 @@ class Refiner:
 
     def __init__(self, problem: Problem, weigher: Weigher) -> None:
         self.problem, self.weigher, self.n = problem, weigher, problem.layout.size("global")
-        # Nodes of latents of silos above latents of records do not follow their modes, and cost minutes a sum.
-        self.fits = not (weigher.n_record and weigher.n_silo)
+        # A node of a record's latents for each of the silo's: minutes a sum of thousands of records, of several latents
+        # of either hours.
+        self.nested = weigher.n_record > 0 and weigher.n_silo > 0
+        self.fits = not self.nested or weigher.n_record == weigher.n_silo == 1
         self.again = DRAWS // AGAIN if weigher.n_record or weigher.n_silo else 0
         self.block: Block = hiding.block(REFINED, (1 + DRAWS + self.again,), UP_TO_NATS / len(problem.silos))
 

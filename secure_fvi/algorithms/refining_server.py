@@ -62,8 +62,8 @@ _CONFIRMED = 2
 _ENOUGH = 6
 #: Why some models' q stays as it is.
 _NESTED = (
-    "q is not refined where silos have latents above those of records; integrate one of the two out in the program, if "
-    "that can be"
+    "q is not refined where silos have latents above those of records, but for one of each; integrate one of the two "
+    "out in the program, if that can be"
 )
 #: A mode that was found has to have a draw within so many sds of q, on the way and beside it, that is less likely by so
 #: many nats at most than its place beside that way makes it.
@@ -279,7 +279,9 @@ class Refiner(refining.Refiner):
 
     def begun(self, q: Natural, rest: Rest, converged: bool) -> Refining | None:
         """Before the first sum: near q itself, where that has converged and is close; where other modes were found near
-        all of them; else by the weights of q's draws. None: there are too many modes."""
+        all of them; else by the weights of q's draws. None: too many modes, or q is close and a sum is dear."""
+        if self.nested and converged:
+            return None
         seen, own = rest.seen, q_part(q)
         assert seen is not None
         parts = [own] if seen.apart is None else modes(self.problem, q, seen, refining.PARTS)

@@ -83,6 +83,9 @@ _COMPONENTS = 8
 #: and steps in t, with sinh(t) sds of q(Z_L | Z_G) (Takahasi and Mori 1974). Right to 1% where that sd is 6 times too
 #: small or too large, of two latents 3 times.
 _GRIDS = {1: (32, 0.25), 2: (12, 0.6)}
+#: Of one latent of a record below one of a silo's: right to 1% where that sd is 4 times too small or large. And as many
+#: of Newton's steps to the record's mode, at each of the silo's nodes.
+_NESTED_GRID, _NESTED_STEPS = (16, 0.5), 3
 #: Length at most, in sds there, of Newton's steps to where such a latent has its mode.
 _STRIDE = 5.0
 #: A step that is shorter is the last: Newton's next one would be some 1e-8 sds.
@@ -521,7 +524,7 @@ class Weigher:
             if n == 0:
                 nodes = _Nodes(torch.zeros(1, 1, 0), torch.zeros(1, 1))
             elif which < 2 and n in _GRIDS and not (nested and n > 1):
-                nodes = _grid(n, bool(which))
+                nodes = _grid(n, bool(which), nested)
             elif self.concave and self._adapts and draws is view.silo_draws:
                 count = _CLIMBED_OF_FEW if n <= _FEW else _CLIMBED
                 nodes = _drawn(torch.from_numpy(draws.uniforms(key, n)), count, _CLIMBED_SPREADS)
@@ -618,7 +621,7 @@ class _Latents(NamedTuple):
         weights = self.view.weights
         if not modes:
             modes, density = _moved(self.of_records(z, z_silo), rule.others.record), self.density_of_records(z, z_silo)
-            modes = [_around_mode(density, each) for each in modes] if rule.climbs_record else modes
+            modes = [_around_mode(density, each, _NESTED_STEPS) for each in modes] if rule.climbs_record else modes
 
         def at(eps: Tensor, log_weight: Tensor, mode: int) -> tuple[Tensor, Tensor]:
             z_record, weight = _at(modes, mode, eps, log_weight)
@@ -836,8 +839,9 @@ def _each(fn: Any, *args: Any) -> Any:
 
 
 def _around_mode(
-    density: _Density | Callable[..., _Density], moments: Params, of: tuple[Tensor, ...] | None = None
-) -> Params:
+    density: _Density | Callable[..., _Density], moments: Params, steps: int = FROM_AFAR,
+    of: tuple[Tensor, ...] | None = None,
+) -> Params:  # fmt: skip
     """`moments` (rows; n of 1 or 2) moved to where `density` has its mode at this Z_G, and scaled by the curvature
     there: q(Z_L | Z_G) may be far off where Z_G is far from q's mean. By Newton's steps, the best of `SHARES` of each;
     rows that are not curved downwards keep their scale, and such as run off keep all.
@@ -855,7 +859,7 @@ def _around_mode(
     eye = torch.eye(loc.shape[-1], dtype=loc.dtype, device=loc.device)
     before = log_scale.exp().unsqueeze(-1) * moments.get("lower", eye)
     at, height = run(_nearer, loc)
-    for _ in range(FROM_AFAR):
+    for _ in range(steps):
         at, height, rests = run(_stepped, at, height, before)
         if of is not None and bool(rests.all()):
             break
@@ -908,9 +912,9 @@ def _curved(log_density: Callable[[Tensor], Tensor], z: Tensor, before: Tensor) 
     return slope, torch.where(fine[:, None, None], made.unflatten(-1, (2, 2)), before)
 
 
-def _grid(n: int, other: bool) -> _Nodes:
+def _grid(n: int, other: bool, nested: bool = False) -> _Nodes:
     """Of n latents. The `other` grid is half a step beside: where sums are wrong, they are the opposite way."""
-    count, step = _GRIDS[n]
+    count, step = _NESTED_GRID if nested else _GRIDS[n]
     t = (torch.arange(count) - (count - 1) / 2 + (0.25 if other else -0.25)).double() * step
     eps, log_weight = torch.sinh(t), (step * torch.cosh(t)).log()
     grids = [torch.cartesian_prod(*[side] * n).reshape(-1, n) for side in (eps, log_weight)]

@@ -1017,18 +1017,55 @@ def test_under_privacy_nothing_is_refined() -> None:
 )
 @pytest.mark.later("algorithm0-False")
 def test_a_model_that_is_not_refined_says_why(nested: bool, algorithm: Any) -> None:
-    """Latents of silos above latents of records, and, for control, beside records without."""
+    """Several latents of silos above latents of records, and, for control, beside records without."""
 
     def program(y: Tensor) -> None:
-        mu, own = pyro.sample("mu", dist.Normal(0.0, 2.0)), pyro.sample("own", dist.Normal(0.0, 1.0))
+        mu, own = (
+            pyro.sample("mu", dist.Normal(0.0, 2.0)),
+            pyro.sample("own", dist.Normal(torch.zeros(2), 1.0).to_event(1)),
+        )
         with pyro.plate("r", len(y)):
-            level = pyro.sample("level", dist.Normal(mu + own, 0.5)) if nested else mu + own
+            level = pyro.sample("level", dist.Normal(mu + own.sum(), 0.5)) if nested else mu + own.sum()
             pyro.sample("y", dist.Normal(level, 0.5), obs=y)
 
     result = _quiet(sf.FederatedModel(program, "r", silo_sites=("own",)), FEW, algorithm, sf.Plain())
     assert result.converged is False or not nested
-    words = "q is not refined where silos have latents above those of records; integrate one of the two out"
+    words = "q is not refined where silos have latents above those of records, but for one of each; integrate one of"
     assert (words in result.convergence["reason"]) == nested
+
+
+def _effects(y: Tensor) -> None:
+    """An effect of each silo, of unknown sd, and one of each record."""
+    mu, sd = pyro.sample("mu", dist.Normal(0.0, 2.0)), pyro.sample("sd", dist.HalfNormal(1.0))
+    own = pyro.sample("own", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        effect = pyro.sample("effect", dist.Normal(0.0, 0.5))
+        pyro.sample("y", dist.Normal(mu + sd * own + effect, 0.4), obs=y)
+
+
+def test_effects_of_records_below_one_of_their_silo() -> None:
+    """Of four silos, whose sd has a posterior that no normal is near; by a grid over both. The control: q itself."""
+    silos = [{"y": torch.tensor(v).double()} for v in ([0.4, 1.1, 0.2], [-0.6, 0.1], [1.4, 0.7, 1.9, 0.8], [0.1, 0.6])]
+    mu, sd = torch.linspace(-4, 4, 401).double()[:, None, None], torch.linspace(0.005, 5, 400).double()[:, None]
+    log_p = dist.Normal(0.0, 2.0).log_prob(mu[:, :, 0]) + dist.HalfNormal(1.0).log_prob(sd[:, 0])
+    for y in (silo["y"] for silo in silos):
+        covariance = 0.41 * torch.eye(len(y)).double() + sd[..., None] ** 2 * torch.ones(len(y), len(y)).double()
+        log_p = log_p + dist.MultivariateNormal(mu.expand(-1, 1, len(y)), covariance).log_prob(y)
+    p = torch.softmax(log_p.flatten(), 0).reshape(log_p.shape)
+
+    def off(found: Any) -> float:
+        """The largest error of a mean, in sds, and of an sd, as a share."""
+        errors = []
+        for name, at, weight in (("mu", mu[:, 0, 0], p.sum(1)), ("sd", sd[:, 0], p.sum(0))):
+            mean = (weight * at).sum()
+            spread = (weight * (at - mean).square()).sum().sqrt()
+            errors += [(found[name].mean - mean).abs() / spread, (found[name].sd / spread - 1).abs()]
+        return float(torch.stack(errors).max())
+
+    result = _quiet(sf.FederatedModel(_effects, "r", silo_sites=("own",)), silos, sf.PVI(), sf.Plain())
+    assert result.converged is True
+    assert off(result.posterior) < 0.1
+    assert off(result.unaware) > 0.3
 
 
 def _beta(y: Tensor) -> None:

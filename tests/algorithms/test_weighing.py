@@ -99,13 +99,13 @@ def _integrated(n_record: int, n_silo: int, log_scale: float) -> float:
     [
         ((1, 0), 1e-4, ("_GRIDS", {1: (16, 0.1)})),
         ((0, 1), 1e-2, ("_GRIDS", {1: (16, 0.1)})),
-        ((1, 1), 1e-3, ("_GRIDS", {1: (16, 0.1)})),
+        ((1, 1), 1e-2, ("_NESTED_GRID", (16, 0.1))),
         ((2, 0), 0.05, ("_GRIDS", {2: (12, 0.1)})),
         ((3, 0), 0.6, ("_SPREADS", (1.2, 1.2))),
         ((0, 3), 0.6, ("_SPREADS", (1.2, 1.2))),
     ],
 )
-@pytest.mark.later("latents2-0.001-attack2--2.5", "latents3-0.05-attack3--2.5", "latents4-0.6-attack4--2.5")
+@pytest.mark.later("latents2-0.01-attack2--2.5", "latents3-0.05-attack3--2.5", "latents4-0.6-attack4--2.5")
 def test_latents_are_integrated_out_whatever_their_conditionals(
     monkeypatch: pytest.MonkeyPatch, latents: tuple[int, int], within: float, attack: tuple[str, Any], log_scale: float
 ) -> None:
@@ -116,7 +116,7 @@ def test_latents_are_integrated_out_whatever_their_conditionals(
     assert _integrated(*latents, log_scale) < within
     if log_scale < -2:
         monkeypatch.setattr(weighing, *attack)
-        monkeypatch.setattr(weighing, "_around_mode", lambda _, moments, **__: moments)
+        monkeypatch.setattr(weighing, "_around_mode", lambda _, moments, *__, **___: moments)
         monkeypatch.setattr(weighing, "_looked", lambda *args: args[-1])
         assert _integrated(*latents, log_scale) > 0.8
 
@@ -199,7 +199,7 @@ def test_six_cities_are_weighed_as_by_a_fine_integral(monkeypatch: pytest.Monkey
     assert "sds off" in str(moved.weighed(moved.found(0)).against())
     beside = _cities(CITIES_MEAN, beside=6.0)
     assert beside.wrong_by(beside.found(0)) < 0.005
-    monkeypatch.setattr(weighing, "_around_mode", lambda _, moments, **__: moments)
+    monkeypatch.setattr(weighing, "_around_mode", lambda _, moments, *__, **___: moments)
     monkeypatch.setattr(weighing, "_looked", lambda *args: args[-1])
     assert beside.weighed(beside.found(0)).error > final_server.PRECISE
     monkeypatch.setattr(weighing, "_GRIDS", {})
