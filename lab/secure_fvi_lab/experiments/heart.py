@@ -13,41 +13,22 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.func import vmap
 from torch.nn.functional import logsigmoid
 
-from secure_fvi.algorithms.vertical import (
-    Amortised,
-    Bernoulli,
-    Likelihood,
-    Predictor,
-    Vertical,
-    VerticalServer,
-    VerticalSilo,
-)
+import secure_fvi as sf
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Predictor, Vertical
 from secure_fvi.algorithms.vertical.predictors import Program
-from secure_fvi.algorithms.vertical.steps import (
-    Answer,
-    Draw,
-    Incoming,
-    Moments,
-    Noise,
-    Response,
-    ServerParams,
-    SiloParams,
-)
-from secure_fvi.compiled import Mode, Traced
-from secure_fvi.errors import InputError
+from secure_fvi.algorithms.vertical.vertical import VerticalProgram
+from secure_fvi.column_silo import VerticalLocalPosterior
+from secure_fvi.driving import Run
 from secure_fvi.models.heart import Heart, bayesian_network, load, split_network, standardise
-from secure_fvi.optimizers import Optimizer
-from secure_fvi.trees import Params, part
 from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of
-from secure_fvi_lab.experiments.vertical_batched import logistic_mode, stack
+from secure_fvi_lab.experiments.vertical_batched import logistic_mode
 from secure_fvi_lab.references import default_dtype
 
 RHOS, SMALL_RHO, LOCAL_STEPS = (1.0, 5.0, 10.0), 0.2, 5
@@ -62,52 +43,8 @@ _OF_PAPER = ("accuracy", "sd", "log_likelihood", "wrong")
 _POINTS = 20  # of the test log-likelihood over the exchanges
 #: Adam's rates. The paper's is 1e-3, for 50,000 iterations.
 _POINT_RATE, _SAMPLED_RATE = 5e-3, 2e-2
-#: Compilation takes 25 s and saves a sixth of a step that works on so much data.
-_MODE: Mode = "traced"
 #: Weights start this many sds off their prior's mean, which is a saddle.
 _SPREAD = 0.5
-
-
-class SplitSilo:
-    """Split NN (section 5.3): each silo's network answers the same slope, one step an exchange.
-
-    draw      z_j = f(x_j; phi_j) (N, C), which the silo adds to the secure sum: the limit rho = 0, weights as points
-    update    one ascent step on phi_j along the pull dlog p(y | s)/ds of the server (`VerticalServer.respond`)
-
-    Nothing is sampled: z_j tells what the network outputs, and several steps a round would need a new s each. Pure
-    functions of one silo's columns; the predictor's `pyro.param` sites are phi_j.
-    """
-
-    def __init__(self, predictor: Predictor, optimizer: Optimizer) -> None:
-        if predictor.n:
-            raise InputError("a split NN fits points: its program must have pyro.param sites only, no pyro.sample")
-        self.predictor, self.optimizer = predictor, optimizer
-
-    def init(self) -> tuple[Params, Params]:
-        """phi_j, and the optimiser's state for it."""
-        return self.predictor.points, self.optimizer.init(self.predictor.points)
-
-    def draw(self, points: Params, rows: Params) -> Tensor:
-        """z_j (N, C)."""
-        return self.predictor.evaluate(self.predictor.start, points, rows)[0]
-
-    def update(
-        self, points: Params, moments: Params, rows: Params, weights: Tensor, pull: Tensor, scale: Tensor
-    ) -> tuple[Params, Params]:
-        """One step from the pull (N, C) and the records' weights (N,), `scale` () times the learning rate."""
-        return self.ascend(points, self.gradient(points, rows, weights, pull), moments, scale)
-
-    def gradient(self, points: Params, rows: Params, weights: Tensor, pull: Tensor) -> Params:
-        """Of sum_i weights_i log p(y_i | s_i) in phi_j, exactly."""
-
-        def pulled(points: Params) -> Tensor:
-            return (weights.unsqueeze(-1) * pull * self.draw(points, rows)).sum()
-
-        return torch.func.grad(pulled)(points)
-
-    def ascend(self, points: Params, gradient: Params, moments: Params, scale: Tensor) -> tuple[Params, Params]:
-        """One step of the optimiser: element by element, so that runs can be stacked."""
-        return self.optimizer.step(points, gradient, moments, scale)
 
 
 class Effort(NamedTuple):
@@ -120,7 +57,7 @@ class Effort(NamedTuple):
 
 
 _FULL = Effort(3, 1, 6_000, 1_000, 600, 200)
-_QUICK = Effort(1, 1, 500, 300, 200, 50)
+_QUICK = Effort(1, 1, 500, 300, 60, 50)
 
 
 class Probabilities(NamedTuple):
@@ -184,7 +121,15 @@ def _rows(effort: Effort, data: dict[bool, Heart], request: Request) -> Iterator
 
 
 def _as_points(effort: Effort, rho: float) -> _Hierarchical:
-    return _Hierarchical(Vertical(rho=rho, **_PRIVATE), _points, effort.point_rounds, _POINT_RATE, 0.0, False)
+    config = Vertical(
+        rho=rho,
+        rounds=effort.point_rounds,
+        learning_rate=_POINT_RATE,
+        schedule="constant",
+        average_last=0.0,
+        **_PRIVATE,
+    )
+    return _Hierarchical(config, lambda seed: split_network(seed=seed), 0.0)
 
 
 def _fit_row(label: str, net: _Hierarchical, effort: Effort, data: Heart, folds: Folds) -> Row:
@@ -206,63 +151,108 @@ class Exchanges(NamedTuple):
 _PRIVATE: dict[str, Any] = {"response": "private", "family": "diagonal", "auxiliary": Amortised((4,))}
 
 
-def _points(seed: int) -> Any:
-    return split_network(seed=seed)
-
-
 class _Hierarchical(NamedTuple):
-    """One variant of the hierarchical Bayes split NN."""
+    """One variant of the hierarchical Bayes split NN. theta starts `spread` sds of noise off its prior's mean."""
 
     config: Vertical
-    programs: Programs
-    rounds: int
-    rate: float
+    programs: Callable[[int], Program]  # a silo's, from a seed
     spread: float
-    decay: bool
 
     def fit(
         self, effort: Effort, data: Heart, folds: Folds, inner: bool = False
     ) -> tuple[Probabilities, Tensor, Folds, Exchanges]:
-        """With `inner`, the inner folds are left out of the training sets as well."""
-        began, at, seen = time.monotonic(), list[int](), list[float]()
-        task = task_of(data, ~(folds.test | folds.inner) if inner else ~folds.test)
-        parties = HierarchicalRound(
-            self.config, Bernoulli(), self.programs, task, Optimizer("adam", self.rate), _MODE, self.spread
-        )
+        """A run for each training set. With `inner`, the inner folds are left out of these as well."""
+        began, rounds = time.monotonic(), self.config.rounds
+        looks = [] if inner else _looks(rounds)
+        curves: list[list[float]] = []
+        found: list[Probabilities] = []
+        for number, test in enumerate(folds.test):
+            rows = columns_of(data, ~(test | folds.inner[number]) if inner else ~test)
+            run = self.begun(rows, number)
+            curves.append([])
+            for progress in run:
+                if progress.round in looks:
+                    seen = probabilities(run, rows.whole, 50).still
+                    curves[-1].append(mean_log_likelihood(seen[None], data.y, test[None]))
+            found.append(probabilities(run, rows.whole, effort.draws))
+        means = [statistics.mean(at) for at in zip(*curves, strict=True)]
+        cost = Exchanges(rounds, self.config.local_steps, self.config.rho, time.monotonic() - began, looks, means)
+        return Probabilities(*map(torch.stack, zip(*found, strict=True))), data.y, folds, cost
 
-        def see(r: int, state: Any) -> None:
-            at.append(r)
-            seen.append(mean_log_likelihood(parties.predict(state, 50)[0], data.y, folds.test))
+    def begun(self, rows: Rows, number: int) -> Run[Any]:
+        """The run of training set `number`, before its first round."""
+        silos, y = [{"x": x[rows.train]} for x in rows.whole], rows.y[rows.train]
+        model = sf.Columns(Bernoulli(), y, [self.programs(1000 * j + number) for j in range(len(silos))])
+        run = sf.run(
+            model, silos, self.config, sf.Plain(), seed=number, dtype=torch.float32, compile=False, threads=1
+        )  # fmt: skip
+        rng = torch.Generator().manual_seed(number)
+        for silo in run.engine.silos.values():
+            loc = silo.local.params.shared["theta/loc"]
+            loc += self.spread * torch.randn(len(loc), generator=rng, dtype=loc.dtype)
+        return run
 
-        state = parties.fit(self.rounds, decay=self.decay, at=[] if inner else _looks(self.rounds), see=see)
-        cost = Exchanges(self.rounds, self.config.local_steps, self.config.rho, time.monotonic() - began, at, seen)
-        return Probabilities(*parties.predict(state, effort.draws)), data.y, folds, cost
+
+def probabilities(run: Run[Any], whole: Sequence[Tensor], draws: int) -> Probabilities:
+    """Of all patients (N,), by q as the run has it now."""
+    server, engine, program = run.server, run.engine, cast(VerticalProgram, run.server.program)
+    engine.silo_states(server.state.accepted)  # silos learn which of their states count
+    silos = [VerticalLocalPosterior(engine.silos[name]) for name in sorted(engine.silos)]
+    with torch.no_grad():
+        parts = zip(silos, whole, strict=True)
+        eta = torch.stack([silo.eta({"x": x}, draws, j) for j, (silo, x) in enumerate(parts)]).sum(0)
+        gamma = program.posterior(server.state.algorithm).draws(draws, len(silos))
+        noise_sd = math.sqrt(len(silos)) * program.config.rho
+        noise = noise_sd * torch.randn(eta.shape, generator=torch.Generator().manual_seed(1), dtype=eta.dtype)
+        of = server.problem.likelihood.distribution
+        return Probabilities(*(of(s, gamma).probs.mean(0) for s in (eta, eta + noise)))
 
 
 def _sampled(
-    rho: float, rounds: int, local_steps: int = 1, program: Callable[[], Any] = bayesian_network
+    rho: float, rounds: int, local_steps: int = 1, program: Callable[[], Program] = bayesian_network
 ) -> _Hierarchical:
-    config = Vertical(rho=rho, local_steps=local_steps, **_PRIVATE)
-    return _Hierarchical(config, lambda seed: program(), rounds, _SAMPLED_RATE, _SPREAD, True)
+    config = Vertical(
+        rho=rho, local_steps=local_steps, rounds=rounds, learning_rate=_SAMPLED_RATE, average_last=0.0, **_PRIVATE
+    )
+    return _Hierarchical(config, lambda seed: program(), _SPREAD)
 
 
 def _split(effort: Effort, data: Heart, folds: Folds) -> Row:
-    began, at, seen = time.monotonic(), list[int](), list[float]()
-    parties = SplitRound(
-        Bernoulli(),
-        lambda seed: split_network(seed=seed, bayesian=False),
-        task_of(data, ~folds.test),
-        Optimizer("adam", _POINT_RATE),
-        _MODE,
-    )
+    """Split NN (section 5.3): each silo's network is a part of one, whose gradient is that of the server's pull on the
+    slopes: to fit it, no party need be apart."""
+    began, looks = time.monotonic(), _looks(effort.point_rounds)
+    curves, found = [], []
+    for number, test in enumerate(folds.test):
+        seen = split_fit(columns_of(data, ~test), number, effort.point_rounds, looks)
+        curves.append([mean_log_likelihood(p[None], data.y, test[None]) for p in seen])
+        found.append(seen[-1])
+    means = [statistics.mean(at) for at in zip(*curves, strict=True)]
+    cost = Exchanges(effort.point_rounds, 1, 0.0, time.monotonic() - began, looks, means)
+    whole = torch.stack(found)
+    return _row("split NN", Probabilities(whole, whole), data.y, folds, cost)
 
-    def see(r: int, points: Any) -> None:
-        at.append(r)
-        seen.append(mean_log_likelihood(parties.predict(points), data.y, folds.test))
 
-    found = parties.predict(parties.fit(effort.point_rounds, _looks(effort.point_rounds), see))
-    cost = Exchanges(effort.point_rounds, 1, 0.0, time.monotonic() - began, at, seen)
-    return _row("split NN", Probabilities(found, found), data.y, folds, cost)
+def split_fit(rows: Rows, number: int, rounds: int, looks: Collection[int]) -> list[Tensor]:
+    """Probabilities (N,) of all patients after the rounds in `looks`, by Adam at a constant rate."""
+    networks = [
+        Predictor(split_network(seed=1000 * j + number, bayesian=False), {"x": x}) for j, x in enumerate(rows.whole)
+    ]
+    points = [{name: value.clone().requires_grad_() for name, value in n.points.items()} for n in networks]
+    adam = torch.optim.Adam([value for of in points for value in of.values()], lr=_POINT_RATE)
+
+    def logits(patients: Tensor) -> Tensor:
+        parts = zip(networks, points, rows.whole, strict=True)
+        return torch.stack([n.evaluate(n.start, p, {"x": x[patients]})[0][:, 0] for n, p, x in parts]).sum(0)
+
+    seen = []
+    for at in range(1, rounds + 1):
+        adam.zero_grad()
+        (-logsigmoid((2 * rows.y[rows.train] - 1) * logits(rows.train)).sum()).backward()
+        adam.step()
+        if at in looks:
+            with torch.no_grad():
+                seen.append(torch.sigmoid(logits(torch.ones_like(rows.train))))
+    return seen
 
 
 def _looks(rounds: int) -> list[int]:
@@ -346,14 +336,18 @@ class Folds(NamedTuple):
     inner: Tensor  # (R, N) bool: another fold, held out of the training set for the choice of a variant
 
 
-def task_of(data: Heart, train: Tensor) -> Task:
-    """One run for each training set of `train` (R, N) bool; z-scores from it alone, by silo."""
-    rows = tuple(
-        {"x": torch.stack([standardise(x, numeric, t) for t in train]).to(_DTYPE)}
-        for x, numeric in zip(data.x, data.numeric, strict=True)
-    )
-    y = data.y.to(_DTYPE)
-    return Task(rows, train.to(_DTYPE), Response(y, torch.zeros_like(y)))
+class Rows(NamedTuple):
+    """One training set, z-scores from it alone, by silo."""
+
+    whole: tuple[Tensor, ...]  # (N, D_j) of all patients
+    y: Tensor  # (N,)
+    train: Tensor  # (N,) bool
+
+
+def columns_of(data: Heart, train: Tensor) -> Rows:
+    """`train` (N,) bool: the patients that are fitted to."""
+    parts = zip(data.x, data.numeric, strict=True)
+    return Rows(tuple(standardise(x, n, train).to(_DTYPE) for x, n in parts), data.y.to(_DTYPE), train)
 
 
 def make_folds(y: Tensor, seeds: int) -> Folds:
@@ -392,207 +386,6 @@ def by_fold(probability: Tensor, y: Tensor, held: Tensor) -> tuple[Tensor, Tenso
 
 def mean_log_likelihood(probability: Tensor, y: Tensor, held: Tensor) -> float:
     return float(by_fold(probability, y, held)[1].mean())
-
-
-# ---- Rounds of split networks for many training sets at once, for experiments on data that may be pooled ----
-#
-# A run is one training set with its own start and noise. All runs, silos and the server are one traced function: runs
-# mapped by vmap, silos of different columns one after the other, sums plain. Records that a run does not train on have
-# weight 0: they add nothing to any gradient, and are predicted like the others.
-
-_BLOCK = 20  # rounds whose noise is drawn at once
-
-#: A silo's program from the seed of a run.
-Programs = Callable[[int], Program]
-
-
-class Task(NamedTuple):
-    """R runs over N records of J silos."""
-
-    rows: tuple[Params, ...]  # J dicts of (R, N, ...)
-    weights: Tensor  # (R, N)
-    response: Response  # (N,)
-
-    @property
-    def runs(self) -> int:
-        return self.weights.shape[0]
-
-
-class State(NamedTuple):
-    """Of all parties; every tensor has a first axis of length R."""
-
-    params: tuple[SiloParams, ...]
-    moments: tuple[Moments, ...]
-    server: ServerParams
-
-
-class HierarchicalRound:
-    """Rounds of `Vertical` in the augmented-variable model; theta starts `spread` sds of noise off its prior's mean."""
-
-    def __init__(
-        self, config: Vertical, likelihood: Likelihood, programs: Programs, task: Task, optimizer: Optimizer,
-        mode: Mode, spread: float = 0.0,
-    ) -> None:  # fmt: skip
-        self.config, self.likelihood, self.task, self.spread = config, likelihood, task, spread
-        self.dtype, self.optimizer = task.weights.dtype, optimizer
-        self._predictors = [
-            [Predictor(programs(1000 * j + r), {k: v[r] for k, v in rows.items()}) for r in range(task.runs)]
-            for j, rows in enumerate(task.rows)
-        ]
-        count = len(task.rows)
-        self.silos = [VerticalSilo(config, likelihood, p[0], count, optimizer) for p in self._predictors]
-        self.server = VerticalServer(likelihood, optimizer, self.dtype)
-        self.step: Callable[..., tuple[State, Tensor]] = Traced(self._round, (None,) * 4, mode)
-
-    def init(self, generator: torch.Generator) -> State:
-        """Points start at their programs' own values, one program a run."""
-        params, moments, records = [], [], self.task.weights.shape[1]
-        for silo, predictors in zip(self.silos, self._predictors, strict=True):
-            found = []
-            for predictor in predictors:
-                shared, record = silo.init(records, generator)[0]
-                loc = shared["theta/loc"]
-                shared["theta/loc"] = loc + self.spread * torch.randn(len(loc), generator=generator, dtype=loc.dtype)
-                points = {f"point/{name}": value for name, value in predictor.points.items()}
-                found.append(SiloParams({**shared, **points}, record))
-            params.append(stack(found))
-            moments.append(Moments(*(self.optimizer.init(p) for p in params[-1])))
-        eta = stack([self.server.init().eta] * self.task.runs)
-        return State(tuple(params), tuple(moments), ServerParams(eta, self.optimizer.init(eta)))
-
-    def noises(self, rounds: int, generator: torch.Generator) -> Iterator[tuple[tuple[Noise, ...], Tensor]]:
-        """The silos' noise and the server's, for each round."""
-        r, n = self.task.weights.shape
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=self.dtype)
-
-        for start in range(0, rounds, _BLOCK):
-            size = min(_BLOCK, rounds - start)
-            silos = [(normal(size, r, s.family.noise_size), normal(size, r, n, 1)) for s in self.silos]
-            gamma = normal(size, r, self.server.family.noise_size)
-            for k in range(size):
-                yield tuple(Noise(theta[k], z[k]) for theta, z in silos), gamma[k]
-
-    def fit(
-        self, rounds: int, seed: int = 0, decay: bool = False, at: Collection[int] = (),
-        see: Callable[[int, State], None] | None = None,
-    ) -> State:  # fmt: skip
-        """Adam at a constant rate, or one that falls linearly to nothing; `see` is called after the rounds in `at`."""
-        generator = torch.Generator().manual_seed(seed)
-        state = self.init(generator)
-        for r, (noise, eps) in enumerate(self.noises(rounds, generator)):
-            scale = torch.tensor(1.0 - 0.99 * r / rounds if decay else 1.0, dtype=self.dtype)
-            state, _ = self.step(state, noise, eps, scale)
-            if see is not None and r + 1 in at:
-                see(r + 1, state)
-        return state
-
-    def predict(self, state: State, draws: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-        """Probabilities (R, N) of y = 1 under q(theta), q(gamma): z_j at eta_j, and z_j ~ N(eta_j, rho^2)."""
-        generator, noise_sd = torch.Generator().manual_seed(seed), math.sqrt(len(self.silos)) * self.config.rho
-        still, noisy = torch.zeros_like(self.task.weights), torch.zeros_like(self.task.weights)
-        for noise, eps in self.noises(draws, generator):
-            s = vmap(self._centre)(state.params, state.server.eta, self.task.rows, noise, eps)
-            still += torch.sigmoid(s) / draws
-            noisy += torch.sigmoid(s + noise_sd * torch.randn(s.shape, generator=generator, dtype=s.dtype)) / draws
-        return still, noisy
-
-    def _centre(self, params: Any, eta: Params, rows: Any, noise: Any, eps: Tensor) -> Tensor:
-        """sum_j eta_j + offset + intercept (N,) of one run."""
-        total = self.task.response.offset + self.server.gamma(eta, eps)[0]
-        for silo, q, columns, e in zip(self.silos, params, rows, noise, strict=True):
-            shared = SiloParams(*q).shared
-            theta = silo.family.transform(part(shared, "theta"), Noise(*e).theta)
-            total = total + silo.predictor.evaluate(theta, part(shared, "point"), columns)[0][:, 0]
-        return total
-
-    def _round(self, state: State, noise: tuple[Noise, ...], eps: Tensor, scale: Tensor) -> tuple[State, Tensor]:
-        """Algorithm 1. Optimisers step on the stacked runs, element by element: vmap has no rule for them."""
-        weights, response = self.task.weights, self.task.response
-        known: Any = response if self.config.response == "shared" else ()
-        state = State(*state)
-        params, moments = [SiloParams(*q) for q in state.params], [Moments(*m) for m in state.moments]
-        server, noise = ServerParams(*state.server), tuple(Noise(*e) for e in noise)
-        parties = list(zip(self.silos, params, self.task.rows, noise, strict=True))
-        draws = [Draw(*vmap(_drawing(silo, known))(q, x, weights, e)) for silo, q, x, e in parties]
-        s = torch.stack([d.z for d in draws]).sum(0)
-        gamma = vmap(self.server.gamma)(server.eta, eps)
-        answer = Answer(*vmap(lambda s, g, w: self.server.respond(response, s, g, w))(s, gamma, weights))
-        one = torch.ones_like(answer.value)
-        incoming = Incoming(answer.pull, answer.curvature, torch.zeros_like(s), gamma, one)
-        ends = []
-        for (silo, q, x, e), m, d in zip(parties, moments, draws, strict=True):
-            new = q
-            for _ in range(self.config.local_steps):
-                found = SiloParams(*vmap(_gradient(silo, known))(new, x, weights, e, d.z, incoming))
-                new, m = silo.ascend(new, m, found, SiloParams(*vmap(silo.units)(new)), scale)
-            ends.append((SiloParams(*(_lerp(a, b, silo.kept) for a, b in zip(q, new, strict=True))), m))
-        in_eta, own = vmap(self.server.gradient)(server.eta, answer.gamma, eps)
-        server = self.server.ascend(server, in_eta, vmap(self.server.units)(server.eta), scale)
-        bound = answer.value + own + torch.stack([d.local for d in draws]).sum(0)
-        return State(tuple(q for q, _ in ends), tuple(m for _, m in ends), server), bound
-
-
-def _drawing(silo: VerticalSilo, known: Any) -> Callable[..., Draw]:
-    return lambda params, rows, weights, noise: silo.draw(params, rows, known, weights, noise)
-
-
-def _gradient(silo: VerticalSilo, known: Any) -> Callable[..., SiloParams]:
-    return lambda params, rows, weights, noise, sent, incoming: silo.gradient(
-        params, rows, known, weights, noise, sent, incoming
-    )
-
-
-def _lerp(old: Params, new: Params, kept: float) -> Params:
-    return new if kept == 1 else {name: torch.lerp(value, new[name], kept) for name, value in old.items()}
-
-
-class SplitRound:
-    """Rounds of the split NN; the server has no parameters."""
-
-    def __init__(
-        self, likelihood: Likelihood, programs: Programs, task: Task, optimizer: Optimizer, mode: Mode
-    ) -> None:
-        self.likelihood, self.task, self.dtype = likelihood, task, task.weights.dtype
-        predictors = [
-            [Predictor(programs(1000 * j + r), {k: v[r] for k, v in rows.items()}) for r in range(task.runs)]
-            for j, rows in enumerate(task.rows)
-        ]
-        self._silos = [[SplitSilo(p, optimizer) for p in of_silo] for of_silo in predictors]
-        self.silos = [of_silo[0] for of_silo in self._silos]
-        self.server = VerticalServer(likelihood, optimizer, self.dtype)
-        self.gamma = torch.zeros(likelihood.gamma_size, dtype=self.dtype)
-        self.step: Callable[..., Any] = Traced(self._round, (None,) * 3, mode)
-
-    def fit(self, rounds: int, at: Collection[int] = (), see: Callable[[int, Any], None] | None = None) -> Any:
-        """Adam at a constant rate."""
-        points = tuple(stack([silo.init()[0] for silo in of_silo]) for of_silo in self._silos)
-        moments = tuple(silo.optimizer.init(p) for silo, p in zip(self.silos, points, strict=True))
-        scale = torch.ones((), dtype=self.dtype)
-        for r in range(rounds):
-            points, moments = self.step(points, moments, scale)
-            if see is not None and r + 1 in at:
-                see(r + 1, points)
-        return points
-
-    def predict(self, points: tuple[Params, ...]) -> Tensor:
-        """(R, N)."""
-        return torch.sigmoid(vmap(self._sum)(points, self.task.rows)[..., 0])
-
-    def _sum(self, points: tuple[Params, ...], rows: tuple[Params, ...]) -> Tensor:
-        drawn = [silo.draw(p, x) for silo, p, x in zip(self.silos, points, rows, strict=True)]
-        return torch.stack(drawn).sum(0)
-
-    def _round(self, points: tuple[Params, ...], moments: tuple[Params, ...], scale: Tensor) -> Any:
-        weights = self.task.weights
-        s = vmap(self._sum)(points, self.task.rows)
-        pull = vmap(lambda s, w: self.server.respond(self.task.response, s, self.gamma, w).pull)(s, weights)
-        ends = [
-            silo.ascend(p, vmap(silo.gradient)(p, x, weights, pull), m, scale)
-            for silo, p, m, x in zip(self.silos, points, moments, self.task.rows, strict=True)
-        ]
-        return tuple(p for p, _ in ends), tuple(m for _, m in ends)
 
 
 # ---- The lines of `secure-fvi reproduce heart` for a terminal, and its plot ----

@@ -59,14 +59,6 @@ def fit(
     )
 
 
-def stack(items: list[Any]) -> Any:
-    """NamedTuples of dicts of tensors, or dicts, with a new first axis."""
-    first = items[0]
-    if isinstance(first, dict):
-        return {name: torch.stack([item[name] for item in items]) for name in first}
-    return type(first)(*(stack(list(parts)) for parts in zip(*items, strict=True)))
-
-
 # ---- Logistic regression with the auxiliary variables integrated out: what NUTS samples ----
 #
 # Given theta, a record's likelihood depends on f = b + x' theta alone in both models, with e_j ~ N(0, 1):
