@@ -1,9 +1,8 @@
-"""Checkpoints of the local engine: one safetensors file a party, switched over together.
+"""Checkpoints: the states of all parties in this process as one SQLite store, switched over together.
 
-A party's state is a NamedTuple of tensors, arrays, dicts of tensors and plain values. Tensors go to safetensors,
-the rest to its JSON metadata; nothing is pickled. A checkpoint is a folder named by its round; the file LATEST,
-replaced atomically once the folder is on disk, says which one counts. Keys and masks of a secure sum are not
-part of it: a resumed run opens a new session, and sums do not depend on masks.
+A party's state is a NamedTuple of tensors, arrays, dicts of tensors and plain values (`states.pack_state`); nothing is
+pickled. Keys and masks of a secure sum are not part of it: a resumed run opens a new session, and sums do not depend on
+masks.
 
 With the states goes what the run was begun with (`Begun`), and a run that goes on says the same or is refused.
 """
@@ -14,34 +13,27 @@ import dataclasses
 import functools
 import hashlib
 import json
-import shutil
 import types
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from secure_fvi.aggregation.store import SqliteStore, Store
-from secure_fvi.errors import InputError, SecureFVIWarning
-from secure_fvi.files import sync_folder, write_atomically
-from secure_fvi.states import like, pack_state, unpack_state
+from secure_fvi.errors import InputError
+from secure_fvi.states import pack_state, unpack_state
 
-_LATEST = "LATEST"
-#: Stands among the parties for what the run was begun with; comes before them all in their order.
-_BEGUN = "begun"
 #: Differences that an error names, and letters of a value that it shows.
 _MOST_NAMED, _LONGEST_SHOWN = 3, 60
-#: The store of `StoreCheckpoints` in a folder of checkpoints, and its slots.
+#: The store in a folder of checkpoints, and its slots: states by party, rounds done, what the run was begun with.
 STORE_FILE = "state.sqlite"
-_STORE_STATE, _STORE_ROUND = "state", "round"
-#: Ends the folder's name where the newest checkpoint is of another phase of the same round.
-_PHASE = ".phase"
+_STATE, _ROUND, _BEGUN = "state", "round", "begun"
+#: What earlier versions kept in such a folder.
+_EARLIER = "LATEST"
 
 
 class Checkpoints(Protocol):
@@ -62,6 +54,29 @@ class Checkpoints(Protocol):
 Begun = Mapping[str, str]
 
 
+class StoreCheckpoints:
+    """A checkpoint after every round, in a store that is open: where only the server is in this process and fast to
+    write."""
+
+    seconds = 0.0
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        self._store, self._directory = store, directory
+
+    def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Raises InputError for a checkpoint of other parties or another configuration."""
+        packed = self._store.get(_STATE)
+        if packed is None:
+            return None
+        found: dict[str, Any] = unpack_state(packed, dict(templates), self._directory)
+        if found.keys() != templates.keys():
+            raise InputError(f"the checkpoint in {self._directory} is of another set of silos")
+        return found
+
+    def save(self, round_: int, parties: Mapping[str, Any]) -> None:
+        self._store.put({_STATE: pack_state(dict(parties)), _ROUND: str(round_).encode()})
+
+
 class FolderCheckpoints:
     """Checkpoints in a folder, of a run that was begun with `begun`."""
 
@@ -70,106 +85,43 @@ class FolderCheckpoints:
 
     def check(self) -> None:
         """Before anything is charged: raise InputError where the folder has a run that was begun with something else
-        than `begun`, and warn of one that does not say."""
-        latest = self.directory / _LATEST
-        if self.begun is None or not latest.exists():
-            return
-        first = min((self.directory / latest.read_text()).glob("*.safetensors"))  # by name: what it was begun with
-        with safe_open(first, framework="pt") as file:
-            metadata = file.metadata()
-        if metadata["party"] == _BEGUN:
-            _check_same(_put_together(json.loads(metadata["state"]), {}), self.begun, self.directory)
-            return
-        warnings.warn(
-            f"the checkpoint in {self.directory} does not say what its run was begun with, as those of older versions: "
-            "that it had these data, this model and these options is not checked",
-            SecureFVIWarning,
-            stacklevel=2,
-        )
+        than `begun`."""
+        if self.begun is not None and latest_round(self.directory) is not None:
+            with _opened(self.directory) as store:
+                _check_same(json.loads(store.get(_BEGUN) or b"{}"), self.begun, self.directory)
 
     def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
-        return load_checkpoint(self.directory, templates)
-
-    def save(self, round_: int, parties: Mapping[str, Any]) -> None:
-        begun = {} if self.begun is None else {_BEGUN: dict(self.begun)}
-        save_checkpoint(self.directory, round_, {**parties, **begun})
-
-
-class StoreCheckpoints:
-    """A checkpoint after every round, in one store: where only the server is in this process and fast to write."""
-
-    seconds = 0.0
-
-    def __init__(self, store: Store, directory: Path) -> None:
-        self._store, self._directory = store, directory
-
-    def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
-        packed = self._store.get(_STORE_STATE)
-        if packed is None:
+        if latest_round(self.directory) is None:
             return None
-        found: dict[str, Any] = unpack_state(packed, dict(templates), self._directory)
-        return found
+        with _opened(self.directory) as store:
+            return StoreCheckpoints(store, self.directory).load(templates)
 
     def save(self, round_: int, parties: Mapping[str, Any]) -> None:
-        self._store.put({_STORE_STATE: pack_state(dict(parties)), _STORE_ROUND: str(round_).encode()})
+        begun = {} if self.begun is None else {_BEGUN: json.dumps(dict(self.begun)).encode()}
+        with _opened(self.directory) as store:
+            store.put({_STATE: pack_state(dict(parties)), _ROUND: str(round_).encode(), **begun})
 
 
-def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) -> None:
-    """Write the state of every party after `round_` rounds and make it the one to resume from."""
+@contextmanager
+def _opened(directory: Path) -> Iterator[Store]:
     directory.mkdir(parents=True, exist_ok=True)
-    name, latest = f"round-{round_:09d}", directory / _LATEST
-    if latest.exists() and latest.read_text() == name:  # an earlier phase of this round: it counts until this one does
-        name += _PHASE
-    folder = directory / name
-    if folder.exists():  # left over from a crash before it counted
-        shutil.rmtree(folder)
-    folder.mkdir(mode=0o700)  # silos' latents and digests of their data are nobody else's
-    for number, (party, state) in enumerate(sorted(parties.items())):
-        tensors: dict[str, Tensor] = {}
-        skeleton = _take_apart(state, "s", tensors)
-        metadata = {"party": party, "state": json.dumps(skeleton)}
-        # The party's name may be any text, so it goes into the file, not into its name.
-        write_atomically(folder / f"{number:04d}.safetensors", save(tensors, metadata))
-    sync_folder(directory)
-    write_atomically(latest, name.encode())
-    for old in directory.glob("round-*"):
-        if old != folder:
-            shutil.rmtree(old)
+    with closing(SqliteStore(directory / STORE_FILE)) as store:  # its owner's alone: silos' latents are in it
+        yield store
 
 
 def latest_round(directory: Path) -> int | None:
-    """Rounds done at the checkpoint to resume from; None when there is none."""
-    if (directory / STORE_FILE).exists():
-        store = SqliteStore(directory / STORE_FILE)
-        kept = store.get(_STORE_ROUND)
-        store.close()
-        return None if kept is None else int(kept)
-    latest = directory / _LATEST
-    return int(latest.read_text().removeprefix("round-").removesuffix(_PHASE)) if latest.exists() else None
-
-
-def load_checkpoint(directory: Path, templates: Mapping[str, Any]) -> dict[str, Any] | None:
-    """States by party, shaped like `templates`; None when there is no checkpoint.
-
-    Raises InputError when the checkpoint belongs to other parties or another configuration.
-    """
-    latest = directory / _LATEST
-    if not latest.exists():
+    """Rounds done at the checkpoint to resume from; None when there is none. Raises InputError for an earlier
+    version's."""
+    if not (directory / STORE_FILE).exists():
+        if (directory / _EARLIER).exists():
+            raise InputError(
+                f"the checkpoint in {directory} is of an earlier version, which alone can resume it; give another "
+                "folder, or empty this one"
+            )
         return None
-    states = {}
-    for path in sorted((directory / latest.read_text()).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        party = metadata["party"]
-        if party == _BEGUN:
-            continue
-        if party not in templates:
-            raise InputError(f"the checkpoint in {directory} has a party '{party}' that this run has not")
-        states[party] = like(_put_together(json.loads(metadata["state"]), tensors), templates[party], directory)
-    if states.keys() != templates.keys():
-        raise InputError(f"the checkpoint in {directory} is of another set of silos")
-    return states
+    with _opened(directory) as store:
+        kept = store.get(_ROUND)
+    return None if kept is None else int(kept)
 
 
 def _check_same(then: Begun, now: Begun, directory: Path) -> None:
@@ -276,33 +228,3 @@ def _named_by(fn: types.FunctionType) -> list[Any]:
     found = [fn.__globals__.get(name) for name in fn.__code__.co_names]
     own = [v for v in found if isinstance(v, types.FunctionType) and v.__module__ == fn.__module__]
     return [*own, *(v for v in found if isinstance(v, (*_PLAIN, tuple, Tensor, np.ndarray)))]
-
-
-def _take_apart(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors[path] = value.detach().cpu().contiguous().clone()
-        return {"t": path}
-    if isinstance(value, np.ndarray):
-        tensors[path] = torch.from_numpy(np.array(value))  # a copy: no two may share memory
-        return {"n": path}
-    if isinstance(value, Mapping):
-        return {"d": {k: _take_apart(v, f"{path}/{k}", tensors) for k, v in value.items()}}
-    if isinstance(value, tuple):
-        return {"l": [_take_apart(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"v": value}
-    raise TypeError(f"a {type(value).__name__} cannot be checkpointed")
-
-
-def _put_together(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `_take_apart` took apart, with lists for tuples."""
-    (kind, content), *_ = node.items()
-    if kind == "t":
-        return tensors[content]
-    if kind == "n":
-        return tensors[content].numpy()
-    if kind == "d":
-        return {k: _put_together(v, tensors) for k, v in content.items()}
-    if kind == "l":
-        return [_put_together(c, tensors) for c in content]
-    return content

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 
 import secure_fvi as sf
 from secure_fvi import fitting
-from secure_fvi.checkpoints import latest_round, load_checkpoint, save_checkpoint
+from secure_fvi.checkpoints import FolderCheckpoints, latest_round
 from secure_fvi.draws import draw_global
-from secure_fvi.driving import NOTHING_DONE
 from secure_fvi.errors import InputError, SecureFVIWarning
 
 
@@ -134,36 +133,37 @@ def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, options: dict[str,
 
 
 def test_a_checkpoint_of_other_silos_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 1, {"server": (1, torch.ones(2)), "silo/a": (torch.zeros(1),)})
-    with pytest.raises(InputError, match="has a party 'silo/a'"):
-        load_checkpoint(tmp_path, {"server": (1, torch.ones(2))})
+    kept = FolderCheckpoints(tmp_path, 0.0)
+    kept.save(1, {"server": (1, torch.ones(2)), "silo/a": (torch.zeros(1),)})
+    with pytest.raises(InputError, match="another set of silos"):
+        kept.load({"server": (1, torch.ones(2))})
 
 
-def test_half_a_checkpoint_does_not_count(tmp_path: Path) -> None:
-    """A crash while writing leaves a folder that LATEST does not name."""
-    state = {"server": (1, torch.ones(2))}
-    save_checkpoint(tmp_path, 1, state)
-    (tmp_path / "round-000000002").mkdir()
-    (tmp_path / "round-000000002" / "0000.safetensors").write_bytes(b"half")
-    loaded = load_checkpoint(tmp_path, state)
-    assert loaded is not None
-    assert torch.equal(loaded["server"][1], torch.ones(2))
-
-
-def test_a_crash_between_two_phases_of_a_round_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_a_checkpoint_is_written_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor between two phases of one round. Nobody else may read what lies there."""
+    kept, template = FolderCheckpoints(tmp_path, 0.0), {"server": (1, torch.ones(2))}
     for value in (1.0, 2.0, 3.0):
-        save_checkpoint(tmp_path, 7, {"server": (1, torch.full((2,), value))})
+        kept.save(7, {"server": (1, torch.full((2,), value))})
     assert latest_round(tmp_path) == 7
 
-    def crash(path: Path, content: bytes) -> None:
+    def crash(text: str) -> bytes:
         raise OSError("no power")
 
-    monkeypatch.setattr("secure_fvi.checkpoints.write_atomically", crash)
-    with pytest.raises(OSError, match="no power"):
-        save_checkpoint(tmp_path, 7, {"server": (1, torch.full((2,), 4.0))})
-    loaded = load_checkpoint(tmp_path, {"server": (1, torch.ones(2))})
+    with monkeypatch.context() as broken:
+        broken.setattr("secure_fvi.checkpoints.json.dumps", crash)
+        with pytest.raises(OSError, match="no power"):
+            FolderCheckpoints(tmp_path, 0.0, {"seed": "1"}).save(8, {"server": (1, torch.full((2,), 4.0))})
+    loaded = kept.load(template)
     assert loaded is not None
     assert torch.equal(loaded["server"][1], torch.full((2,), 3.0))
+    assert [p.name for p in tmp_path.iterdir()] == ["state.sqlite"]
+    assert (tmp_path / "state.sqlite").stat().st_mode & 0o077 == 0
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_and_not_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "LATEST").write_text("round-000000007")
+    with pytest.raises(InputError, match="of an earlier version"):
+        _begin(tmp_path, resume=True)
 
 
 def test_the_programs_constants_take_the_runs_type() -> None:
@@ -284,18 +284,6 @@ def test_what_changes_no_result_may_differ_in_a_resumed_run(tmp_path: Path) -> N
     silos = [{"y": y.numpy()} for y in _ROWS]
     run = _begin(tmp_path, resume=True, silos=silos, model=_normal(1.0), threads=2, batch_silos=True)
     assert run.server.rounds == 2
-
-
-def test_a_checkpoint_that_does_not_say_what_it_was_begun_with_is_read_with_a_warning(tmp_path: Path) -> None:
-    run = _begin(tmp_path)
-    save_checkpoint(tmp_path, 1, load_checkpoint(tmp_path, _templates(run)) or {})
-    with pytest.warns(SecureFVIWarning, match="does not say what its run was begun with"):
-        assert _begin(tmp_path, resume=True).server.rounds == 2
-
-
-def _templates(run: sf.Run[sf.Result]) -> dict[str, Any]:
-    silos = {f"silo/{name}": silo.kept for name, silo in run.engine.silos.items()}
-    return {"server": run.server.state, "run": NOTHING_DONE, **silos}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from secure_fvi.checkpoints import latest_round
+
 CONFIG = Path(__file__).parents[2] / "examples" / "six_cities.toml"
 SETTINGS = ["algorithm.iterations=400", "algorithm.importance_samples=2", "run.checkpoint_seconds=0.05"]
 
@@ -28,11 +30,10 @@ def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path: Path) -> None:
     assert _run(tmp_path / "whole").wait() == 0
     rng = random.Random(11)
     killed = tmp_path / "killed"
-    latest = killed / "checkpoint" / "LATEST"
     for _ in range(3):
+        before = latest_round(killed / "checkpoint")
         process = _run(killed, "--resume")
-        before = latest.read_bytes() if latest.exists() else b""
-        while process.poll() is None and (latest.read_bytes() if latest.exists() else b"") == before:
+        while process.poll() is None and latest_round(killed / "checkpoint") == before:
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.5))
         process.send_signal(signal.SIGKILL)

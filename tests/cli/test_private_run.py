@@ -23,6 +23,7 @@ import torch
 from command_line import CommandLine
 
 from secure_fvi import compiled
+from secure_fvi.checkpoints import latest_round
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger import Ledger
@@ -286,14 +287,14 @@ def test_killed_and_resumed_never_releases_more_than_was_charged(cli: CommandLin
     """Two kills after a checkpoint; the ledger verifies each time, and the resumed run ends within its charge."""
     private(cli)
     cli.change("iterations = 40", "iterations = 400")
-    latest: Path = cli.folder / "out" / "checkpoint" / "LATEST"
+    kept: Path = cli.folder / "out" / "checkpoint"
     rng = random.Random(5)
     for _ in range(2):
         process = _start(cli)
         deadline = time.monotonic() + 120
-        before = latest.read_bytes() if latest.exists() else b""
+        before = latest_round(kept)
         while process.poll() is None and time.monotonic() < deadline:
-            if latest.exists() and latest.read_bytes() != before:
+            if latest_round(kept) != before:
                 break
             time.sleep(0.01)
         time.sleep(rng.random() * 0.3)
