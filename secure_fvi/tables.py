@@ -1,6 +1,6 @@
 """The data door: tables as an institution keeps them, read by DuckDB and coded by a dictionary.
 
-CSV, Parquet, JSON, SQLite and DuckDB files, and one SELECT over them; columns in memory are coded by the same routine.
+CSV, Parquet, SQLite and DuckDB files, and one SELECT over them; columns in memory are coded by the same routine.
 Nothing is written, no file is read but those that are named, no network is used and no extension is loaded, whatever
 the query says: external access is off but for those paths, the configuration is locked, and a query is looked through
 before it runs (`_check_query`).
@@ -182,19 +182,17 @@ def read_coded(
     memory: str = MEMORY,
     seconds: float = SECONDS,
     spoilt: str | None = None,
-    columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Coded:
     """The columns of `dictionary` (of those, `only`), coded. Raises DataError, which names columns and rows.
 
-    files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text,
-    and those of SQLite have the types with which they are declared. columns: by name of a JSON file, which keys of its
-    records a query sees as columns; left out, those of the dictionary.
+    files: one, called `data` in `query`, or several by name. In a query the columns of CSV files are text, and those of
+    SQLite have the types with which they are declared.
     Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted. spoilt: each
     row with a cell that does not fit, and each that cannot be read (`opened`), is left out, whatever others are, and so
     are all rows whose id stands twice in the column of that name, where a row is a record; "" where it is not. None may
     be left. So a record follows from its own row, or counts as nothing, and no refusal tells of it.
     """
-    found = check_table(files, dictionary, query, only, memory, seconds, spoilt is not None, columns)
+    found = check_table(files, dictionary, query, only, memory, seconds, spoilt is not None)
     if spoilt is not None:
         return _unspoilt(found, missing, spoilt)
     if found.findings and not isinstance(dictionary, Dictionary):  # of numbers alone, as a table without one is read
@@ -313,25 +311,12 @@ def check_table(
     memory: str = MEMORY,
     seconds: float = SECONDS,
     spoilt: bool = False,
-    columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Coded:
     """The same with all that does not fit among `findings`; values there are 0. Raises DataError for a table that
     cannot be read at all or lacks a column. spoilt: as of `opened`."""
-    keys = json_columns(files, dictionary, columns) if isinstance(dictionary, Dictionary) else columns
-    with opened(files, query, memory, seconds, spoilt, keys) as table:
+    with opened(files, query, memory, seconds, spoilt) as table:
         found = _checked(table, dictionary, only, not spoilt)
         return found._replace(spoilt=(*table.left_out, *_lines_left_out(table))) if spoilt else found
-
-
-def json_columns(
-    files: Path | Mapping[str, Path], dictionary: Dictionary, columns: Mapping[str, Sequence[str]] | None
-) -> dict[str, Sequence[str]]:
-    """By file, the columns that a query of a job sees of JSON, named before any record is read. Raises InputError for
-    one that is no file's."""
-    known = list(files) if isinstance(files, Mapping) else [TABLE]
-    if other := next((name for name in columns or {} if name not in known), None):
-        raise InputError(f"columns of '{other}', which is no file here{nearest(other, known)}")
-    return {name: (columns or {}).get(name, tuple(dictionary.columns)) for name in known}
 
 
 def _lines_left_out(table: Opened) -> tuple[str, ...]:
@@ -606,14 +591,11 @@ def opened(
     memory: str = MEMORY,
     seconds: float = SECONDS,
     spoilt: bool = False,
-    columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Opened]:
     """The rows of `query` over `files`, or of the only table in them. Raises DataError for a file that cannot be read
-    and InputError for a query that is not one plain SELECT. spoilt: lines of a CSV and records of JSON that cannot be
-    read are left out; cells of SQLite of another type than their column's, and what the query cannot work out of a row
-    (`_tried`), are gaps.
-    columns: by JSON file, what a query sees of it; without, all keys of its records, so that one with a key of its own
-    may change what a name in the query means for all: for a look at a table, not for a job."""
+    and InputError for a query that is not one plain SELECT. spoilt: lines of a CSV that cannot be read are
+    left out; cells of SQLite of another type than their column's, and what the query cannot work out of a row
+    (`_tried`), are gaps."""
     named = {TABLE: files} if not isinstance(files, Mapping) else dict(files)
     paths = {name: _regular(Path(path)) for name, path in named.items()}
     duckdb = _duckdb()
@@ -639,9 +621,7 @@ def opened(
         connection.execute(f"SET disabled_optimizers = 'type_pushdown{more}'")
         left_out: list[str] | None = [] if spoilt else None
         tables = [
-            table
-            for name, path in paths.items()
-            for table in _let_in(connection, name, path, query, seconds, left_out, (columns or {}).get(name))
+            table for name, path in paths.items() for table in _let_in(connection, name, path, query, seconds, left_out)
         ]
         # DuckDB's own files are attached by now, and attached they stay.
         paths_sql = ", ".join(_quoted(str(p)) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))
@@ -934,8 +914,8 @@ def _beside(path: Path) -> str:
 
 
 _FORMATS = {
-    ".csv": "csv", ".tsv": "csv", ".txt": "csv", ".parquet": "parquet", ".json": "json", ".ndjson": "json",
-    ".jsonl": "json", ".duckdb": "duckdb", ".sqlite": "sqlite", ".sqlite3": "sqlite",
+    ".csv": "csv", ".tsv": "csv", ".txt": "csv", ".parquet": "parquet", ".duckdb": "duckdb", ".sqlite": "sqlite",
+    ".sqlite3": "sqlite",
 }  # fmt: skip
 #: Endings of the files that this module reads.
 ENDINGS = (*_FORMATS, ".db")
@@ -959,16 +939,10 @@ def _let_in(
     query: str | None,
     seconds: float,
     left_out: list[str] | None,
-    keys: Sequence[str] | None,
 ) -> list[str]:
     """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them.
-    left_out: is told of what cannot be read, and is refused without it. keys: of JSON, the columns that a query
-    sees."""
+    left_out: is told of what cannot be read, and is refused without it."""
     kind, where, table = _format(path), _quoted(str(path)), _identifier(name)
-    if kind == "json":
-        with path.open("rb") as file:
-            if file.read(3) == codecs.BOM_UTF8:
-                raise DataError(f"'{path}' begins with a byte order mark: tail -c +4 OLD.json > NEW.json leaves it out")
     if kind == "duckdb":
         connection.execute(f"ATTACH {where} AS {table} (READ_ONLY)")
         held = connection.execute(
@@ -986,70 +960,10 @@ def _let_in(
             f"strict_mode=true, null_padding=false, hive_partitioning=false, columns={_texts(columns)}"
             f"{'' if left_out is None else ', ignore_errors=true, store_rejects=true'})"
         )
-    elif kind == "json":
-        # How the text is laid out follows from the file's name where a line is a record, and not from the first one.
-        lines = path.suffix.lower() in (".ndjson", ".jsonl")
-        ignored = lines and left_out is not None
-        rows = (
-            f"read_json_objects({where}, format='{'newline_delimited' if lines else 'auto'}', ignore_errors={ignored})"
-        )
-        rows = f"(SELECT json FROM {_objects(connection, rows, path, left_out)})"
-        queried = query is not None or left_out is not None
-        cells = ", ".join(
-            f"json ->> {_quoted(key)} AS {_identifier(key)}" for key in _keys(connection, rows, queried, keys)
-        )
-        rows = f"(SELECT {cells} FROM {rows})"
     else:
         rows = f"read_parquet({where}, hive_partitioning=false)"
     connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {rows}")
     return [table]
-
-
-def _objects(connection: duckdb.DuckDBPyConnection, rows: str, path: Path, left_out: list[str] | None) -> str:
-    """SQL for those of `rows` that are objects without a key twice; `left_out` is told of others. Raises DataError for
-    them where it is None."""
-    fits = "json_type(json) = 'OBJECT' AND len(list_distinct(json_keys(json))) = len(json_keys(json))"
-    (bad,) = connection.execute(f"SELECT count(*) FILTER (({fits}) IS NOT TRUE) FROM {rows}").fetchone() or (0,)
-    if bad and left_out is None:
-        raise DataError(f"{bad} of its records are no objects, or have a key twice")
-    if not bad or left_out is None:
-        return rows
-    left_out.append(f"'{path}': {bad} of its records are no objects, have a key twice or cannot be read")
-    return f"{rows} WHERE {fits}"
-
-
-def _keys(connection: duckdb.DuckDBPyConnection, rows: str, queried: bool, named: Sequence[str] | None) -> list[str]:
-    """The columns of a JSON file, each to be looked up as it is written. Of a query those that were `named` beforehand,
-    and no other, whether or not a record has them: a key of one record's own would else decide what a name of the query
-    means for all. Without a query, or a name, the keys of all objects; of two that differ in case alone the named one.
-    """
-    if queried and named is not None:
-        if bad := _no_columns(named):
-            raise InputError(f"{_COLUMNS}; {bad} of the {len(named)} that are named beforehand are not so")
-        return list(named)
-    found = connection.execute(f"SELECT DISTINCT unnest(json_keys(json)) AS key FROM {rows} ORDER BY key").fetchall()
-    keys = [key for (key,) in found]
-    if named is not None:  # whatever else a record has is never read, and refuses nothing
-        wanted = [key for key in keys if key in named]
-        taken = {key.lower() for key in wanted}
-        keys = wanted + [
-            key for key in keys if key not in named and key.lower() not in taken and not _no_columns([key])
-        ]
-        keys = list({key.lower(): key for key in reversed(keys)}.values())
-    if not keys:
-        raise DataError("it holds no records with columns")
-    if bad := _no_columns(keys):
-        raise DataError(f"{_COLUMNS}; {bad} of the {len(keys)} keys of its records are not so")
-    return keys
-
-
-_COLUMNS = "names of columns must differ, not in case alone, not be empty, have no * and not begin with $ or /"
-
-
-def _no_columns(keys: Sequence[str]) -> int:
-    """How many keys cannot stand for columns beside the others."""
-    lower = [key.lower() for key in keys]
-    return sum(not key or key[0] in "$/" or "*" in key or lower.count(key.lower()) > 1 for key in keys)
 
 
 def _header(path: Path, spoilt: bool) -> tuple[list[str], str]:
@@ -1225,7 +1139,7 @@ def _in_other_words(seconds: float, memory: str, paths: Iterable[Path] = ()) -> 
         raise DataError(f"reading it takes more than {memory} of memory") from None
     except (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException, duckdb.PermissionException) as e:
         said = _first_line(e)
-        cure = "; cells of CSV and JSON are text: write CAST(age AS DOUBLE) of a number" * ("VARCHAR" in said)
+        cure = "; cells of CSV are text: write CAST(age AS DOUBLE) of a number" * ("VARCHAR" in said)
         raise InputError(f"the query cannot be carried out: {said}{cure}") from None
     except duckdb.ConversionException:
         raise DataError(
@@ -1260,10 +1174,7 @@ def _why_unreadable(error: Exception, paths: Sequence[Path]) -> str:
         return f"{about}line {line[1]} {_wrong_line(list(_OF_LINE.finditer(text))[-1:])}"
     if path is not None and kind == "csv":
         return about + (_other_end(path) or "it cannot be read as CSV: save it anew, as 'CSV UTF-8'")
-    if at := re.search(r"Malformed JSON in file .*?, at byte \d+ in (line|record/value) (\d+)", text):
-        laid = "" if path is None or path.suffix.lower() == ".json" else f": in {path.suffix} each line is one record"
-        return f"{about}it cannot be read as JSON, from its {at[1].partition('/')[0]} {at[2]} on{laid}"
-    known = {"json": " as JSON", "parquet": " as Parquet", "duckdb": " as DuckDB's", "sqlite": " as SQLite"}
+    known = {"parquet": " as Parquet", "duckdb": " as DuckDB's", "sqlite": " as SQLite"}
     return f"{about}it cannot be read{known.get(kind or '', '')} ({type(error).__name__})"
 
 

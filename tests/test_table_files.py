@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import re
 import sqlite3
 import subprocess
@@ -57,9 +56,6 @@ def write(path: Path, rows: list[list[str]], names: list[str] = NAMES) -> Path:
         quoted = [[f'"{cell}"' if set(cell) & set(',"') else cell for cell in row] for row in rows]
         path.write_text("\n".join(",".join(row) for row in [names, *quoted]) + "\n")
         return path
-    if path.suffix == ".json":
-        path.write_text(json.dumps([{k: v or None for k, v in zip(names, row, strict=True)} for row in rows]))
-        return path
     typed = {"age": "DOUBLE", "visits": "BIGINT", "wheeze": "BOOLEAN", "seen": "DATE", "r": "INTEGER", "n": "FLOAT"}
     if path.suffix == ".sqlite":
         declared = {"age": "REAL", "visits": "INTEGER", "r": "INT", "n": "DECIMAL(5)"}
@@ -87,7 +83,7 @@ def write(path: Path, rows: list[list[str]], names: list[str] = NAMES) -> Path:
 # ---- what is read ----
 
 
-@pytest.mark.parametrize("ending", ["csv", "parquet", "json", "sqlite", "duckdb"])
+@pytest.mark.parametrize("ending", ["csv", "parquet", "sqlite", "duckdb"])
 def test_every_format_is_coded_alike(tmp_path: Path, ending: str) -> None:
     found = read_coded(write(tmp_path / f"t.{ending}", GOOD), DICTIONARY)
     expected: dict[str, list[Any]] = {
@@ -103,7 +99,7 @@ def test_every_format_is_coded_alike(tmp_path: Path, ending: str) -> None:
     assert (found.read, found.left_out, found.findings) == (3, {}, ())
 
 
-@pytest.mark.parametrize("ending", ["csv", "parquet", "json", "sqlite", "duckdb"])
+@pytest.mark.parametrize("ending", ["csv", "parquet", "sqlite", "duckdb"])
 def test_rows_with_a_gap_are_refused_or_left_out_and_counted(tmp_path: Path, ending: str) -> None:
     rows = [list(row) for row in GOOD * 2]
     for i, row in enumerate(rows):
@@ -125,7 +121,7 @@ def test_rows_with_a_gap_are_refused_or_left_out_and_counted(tmp_path: Path, end
     assert read_coded(path, DICTIONARY, only=["child", "visits"]).left_out == {}
 
 
-@pytest.mark.parametrize("ending", ["csv", "parquet", "json", "sqlite", "duckdb"])
+@pytest.mark.parametrize("ending", ["csv", "parquet", "sqlite", "duckdb"])
 def test_rows_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path, ending: str) -> None:
     """Where a refusal would tell of a record. Who joins takes nobody's place: all of an id that stands twice go. The
     control: they are refused otherwise."""
@@ -698,17 +694,15 @@ def _reference(cell: str, column: Column) -> float | None:
 
 def test_a_query_joins_filters_and_computes(tmp_path: Path) -> None:
     (tmp_path / "visits.csv").write_text("child,age,wheeze\n1,7,0\n1,8,1\n2,9,1\n")
-    (tmp_path / "children.json").write_text('[{"child": 1, "smoke": "yes"}, {"child": 2, "smoke": null}]')
+    (tmp_path / "children.csv").write_text("child,smoke\n1,yes\n2,\n")
     query = """
         WITH old AS (SELECT * FROM visits WHERE CAST(age AS INTEGER) > 7)
         SELECT old.child AS child, CAST(age AS INTEGER) - 9 AS "age - 9", wheeze, smoke
         FROM old JOIN children ON children.child = old.child ORDER BY age;
     """
     d = Dictionary({"child": Column("id"), "age - 9": Column("integer"), "smoke": Column("boolean", ("no", "yes"))})
-    files = {"visits": tmp_path / "visits.csv", "children": tmp_path / "children.json"}
-    with pytest.raises(InputError, match="columns of 'homes', which is no file"):
-        read_coded(files, d, query, missing="drop", columns={"homes": ["child"]})
-    found = read_coded(files, d, query, missing="drop", columns={"children": ["child", "smoke"]})
+    files = {"visits": tmp_path / "visits.csv", "children": tmp_path / "children.csv"}
+    found = read_coded(files, d, query, missing="drop")
     assert {k: v.tolist() for k, v in found.columns.items()} == {"child": [0], "age - 9": [-1], "smoke": [1.0]}
     assert found.left_out == {"smoke": 1}
 
@@ -793,19 +787,15 @@ def _six_and(path: Path, bad: Any, first: bool) -> None:
                 file.execute(f"INSERT INTO data VALUES ({cells[0]}, {cells[1]}, {cells[2]})")
             file.commit()
     else:
-        lines = [row if isinstance(row, bytes) else b'{"a": %r, "b": %d}' % row for row in rows]
-        path.write_bytes(b"\n".join(lines) + b"\n")
+        lines = [row if isinstance(row, bytes) else b"%r,%d" % row for row in rows]
+        path.write_bytes(b"\n".join([b"a,b", *lines]) + b"\n")
 
 
 _SQLITE = "SELECT a, b FROM data.data"
 _ODD = {
-    "a key twice": ("t.ndjson", b'{"a": 1, "a": 2, "b": 2}', None),
-    "null": ("t.ndjson", b"null", None),
-    "a list": ("t.jsonl", b"[1, 2]", None),
-    "cut off": ("t.ndjson", b'{"a": 1, "b"', None),
-    "no UTF-8": ("t.jsonl", b'{"a": 1, "b": "\xff"}', None),
-    "cut off, a query": ("t.ndjson", b'{"a": 1, "b"', "SELECT a, b FROM data"),
-    "null in one text": ("t.json", b"null", None),
+    "a cell too many": ("t.csv", b"1,2,3", None),
+    "no UTF-8": ("t.csv", b"1,\xff", None),
+    "cut off, a query": ("t.csv", b"1", "SELECT a, b FROM data"),
     "another type": ("t.sqlite", (1.0, "'x'"), _SQLITE),
     "bytes": ("t.sqlite", (1.0, "x'ff'"), None),
     "a text that is none": ("t.sqlite", (1.0, 2, "CAST(x'ff' AS TEXT)"), _SQLITE),
@@ -847,11 +837,11 @@ def test_a_record_of_which_a_query_works_nothing_out_takes_no_other_away(
     tmp_path: Path, query: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a cast, or a sum past 64 bits. The control is the query as it is written, as it ran once: the whole table."""
-    path, d = tmp_path / "t.ndjson", Dictionary({"a": Column("number"), "b": Column("integer")})
-    _six_and(path, b'{"a": 7, "b": 7}', first=False)
+    path, d = tmp_path / "t.csv", Dictionary({"a": Column("number"), "b": Column("integer")})
+    _six_and(path, b"7,7", first=False)
     assert len(read_coded(path, d, query).columns["a"]) >= 7
     cell = 2**63 - 1 if "TRY_CAST" in query else "x"
-    _six_and(path, json.dumps({"a": cell, "b": cell}).encode(), first=False)
+    _six_and(path, f"{cell},{cell}".encode(), first=False)
     kept = read_coded(path, d, query, spoilt="").columns["b"]
     assert sorted(set(kept)) == [b for _, b in _GOOD]
     monkeypatch.setattr(tables, "_tried", lambda _, query: query)
@@ -881,11 +871,11 @@ def test_a_cell_that_is_no_truth_value_takes_its_own_record_away(
     path, d = tmp_path / "t.csv", Dictionary({"a": Column("number"), "b": Column("integer")})
     rows = [f"{a},{b},yes" for a, b in _GOOD]
     path.write_text("\n".join(["a,b,flag", *rows, "7.5,7,maybe"]) + "\n")
-    found = read_coded(path, d, query, spoilt="", columns={"data": ["a", "b", "flag"]}).columns["b"]
+    found = read_coded(path, d, query, spoilt="").columns["b"]
     assert sorted(found) == [b for _, b in _GOOD]
     monkeypatch.setattr(tables, "_tried", lambda _, query: query)
     with pytest.raises(DataError):
-        read_coded(path, d, query, spoilt="", columns={"data": ["a", "b", "flag"]})
+        read_coded(path, d, query, spoilt="")
 
 
 @pytest.mark.parametrize("spoilt", [None, ""])
@@ -1118,85 +1108,6 @@ def test_where_a_row_stands_is_no_column_of_it(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'rowid', the place of a row"):
         read_coded(tmp_path / "without.duckdb", d, query)
     assert read_coded(tmp_path / "with.duckdb", d, query).names["x"] == ["1"]
-
-
-#: Queries in which a name is an alias, or of an outer table, until a record has a key of that name: the columns that a
-#: query sees, and the own key of one record.
-_NAMES = {
-    "an alias in WHERE": (
-        "SELECT CASE WHEN sex = 'm' THEN '1' ELSE '0' END AS male, y AS x FROM data WHERE male = '1'",
-        ["sex", "y"],
-        {"male": "1"},
-    ),
-    "a name in a subquery": (
-        "SELECT (SELECT max(m.x::DOUBLE) FROM more m WHERE m.person = id) AS x FROM data",
-        ["id", "y"],
-        {"id": "0"},
-    ),
-    "a natural join": ("SELECT x FROM data NATURAL JOIN more", ["person", "y"], {"y": 9}),
-    "an alias in SELECT": (
-        "SELECT coalesce(y, '0') AS base, base::DOUBLE * 2 AS x FROM data",
-        ["y"],
-        {"base": "7"},
-    ),
-}
-
-
-@pytest.mark.parametrize("what", _NAMES)
-def test_a_key_of_one_record_changes_no_name_of_a_query(tmp_path: Path, what: str) -> None:
-    """A record with a key of its own, in the table or beside it. The control: columns are all keys of the records, as a
-    look at a file has them, and the others' rows are gone or other ones."""
-    query, seen, key = _NAMES[what]
-    d = Dictionary({"x": Column("number")})
-    files = {"data": tmp_path / "data.jsonl", "more": tmp_path / "more.jsonl"}
-    own = {"sex": "m", "y": 9, "id": "9", "person": "9"}
-    rows = [{"sex": "m", "y": k, "id": str(k), "person": str(k)} for k in range(4)]
-    more = [{"person": str(k), "x": 10 * k} for k in range(4)]
-    if what == "a natural join":
-        more = [row | {"z": 1} for row in more]
-        key = {"z": 2}
-
-    def others(with_key: bool, checked: bool) -> list[object]:
-        beside = what == "a name in a subquery"
-        files["data"].write_text("\n".join(map(json.dumps, [*rows, own | (key if with_key and not beside else {})])))
-        last = {"person": "9", "x": 1} | (key if with_key and beside else {})
-        files["more"].write_text("\n".join(map(json.dumps, [*more, last])))
-        columns = {"data": seen, "more": ["person", "x"]}
-        if checked:
-            return read_coded(files, d, query, "drop", columns=columns, spoilt="").columns["x"].tolist()[:4]
-        with opened(files, query) as table:
-            return table.fetch(f"SELECT c{list(table.types).index('x')} AS x FROM {table.rows}")["x"].tolist()[:4]
-
-    assert others(True, checked=True) == others(False, checked=True)
-    assert others(True, checked=False) != others(False, checked=False)
-
-
-@pytest.mark.parametrize("query", [None, "SELECT coalesce(age, '0') AS age FROM data"])
-def test_a_record_of_json_changes_no_other(tmp_path: Path, query: str | None) -> None:
-    """By a key in other letters, one of its own, or hundreds of them. The control: DuckDB finds the columns by itself,
-    and of such a file one is called AGE, so that all others' age is nothing."""
-    records = [{"age": 30 + k, "y": k / 2} for k in range(3)]
-    path, d = tmp_path / "t.jsonl", Dictionary({"age": Column("number")})
-
-    def ages(first: dict[str, object]) -> list[float]:
-        path.write_text("\n".join(map(json.dumps, [first, *records])))
-        return read_coded(path, d, query).columns["age"].tolist()[-3:]
-
-    assert ages({"age": 50}) == [30, 31, 32]
-    assert ages({"age": 50} | {f"k{k}": 1 for k in range(300)}) == [30, 31, 32]
-    if query is None:
-        with pytest.raises(DataError, match=r"a gap in 1 row \(1\)"):
-            ages({"AGE": 50})
-    else:  # which makes 0 of a gap
-        assert ages({"AGE": 50}) == [30, 31, 32]
-    assert read_coded(path, d, query, spoilt="").columns["age"].tolist()[-3:] == [30, 31, 32]
-    with duckdb.connect() as plain:
-        by_names = f"read_json('{path}', columns={{AGE: 'VARCHAR', y: 'VARCHAR'}})"
-        assert plain.execute(f"SELECT age FROM {by_names} OFFSET 1").fetchall() == [(None,)] * 3
-    for odd in ('{"age": 1, "age": 2}', "[1]") if query else ('{"age": 1, "age": 2}', "[1]", '{"": 1}'):
-        path.write_text(odd)
-        with pytest.raises(DataError):
-            read_coded(path, d, query)
 
 
 @pytest.mark.parametrize("attack", list(_attacks(Path("/"))))

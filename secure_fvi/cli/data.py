@@ -34,11 +34,6 @@ _tables = click.option(
 )
 
 
-_columns = click.option(
-    "--columns", multiple=True, metavar="NAME=A,B", help="Of a JSON file, the columns that the query sees."
-)
-
-
 @click.group()
 def data() -> None:
     """A site's table: draft its dictionary, and check it against one. Nothing leaves this machine."""
@@ -50,7 +45,7 @@ def data() -> None:
 @_tables
 @click.option("--output", type=FILE, help="Write the draft there, where no file is yet. Printed otherwise.")
 def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Path | None) -> None:
-    """Draft dictionary.toml from TABLE (CSV, Parquet, JSON, SQLite or DuckDB): kinds, levels and ranges, rounded
+    """Draft dictionary.toml from TABLE (CSV, Parquet, SQLite or DuckDB): kinds, levels and ranges, rounded
     outward; units are left blank.
 
     Levels and ranges are the table's own: whoever gets the draft learns them. Put what the study protocol says in their
@@ -98,7 +93,6 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
 @click.option("--dictionary", "coding", type=FILE, required=True, help="dictionary.toml.")
 @_query
 @_tables
-@_columns
 @click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
 @click.option("--rows", type=click.IntRange(1), default=20, show_default=True, help="Row numbers to print a line.")
 @click.option(
@@ -112,7 +106,6 @@ def check(
     coding: Path,
     query: str | None,
     tables: tuple[str, ...],
-    columns: tuple[str, ...],
     missing: Literal["refuse", "drop"],
     rows: int,
     formula: str | None,
@@ -123,7 +116,7 @@ def check(
     from secure_fvi.deployment.names import printable
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.errors import DataError, InputError
-    from secure_fvi.tables import GAP, check_table, json_columns, opened, read_coded, remedy
+    from secure_fvi.tables import GAP, check_table, opened, read_coded, remedy
 
     dictionary, files = read_dictionary(coding), _files(table, tables)
     if of["family"] is not None and formula is None:
@@ -131,9 +124,8 @@ def check(
     model = None if formula is None else _model(formula, dictionary, **of)
     used = list(dictionary.columns) if model is None else model.columns
     with _about(table):
-        keys = json_columns(files, dictionary, {n: c.split(",") for n, _, c in (v.partition("=") for v in columns)})
-        found = check_table(files, dictionary, query, used, columns=keys)
-        with opened(files, query, columns=keys) as held:
+        found = check_table(files, dictionary, query, used)
+        with opened(files, query) as held:
             others = [name for name in held.types if name not in dictionary.columns]
         if not found.read:
             raise DataError("it has no rows")
@@ -156,7 +148,7 @@ def check(
         raise DataError(f"{table}: no row is without a gap")
     if model is not None:
         with _about(table):
-            coded = read_coded(files, dictionary, query, missing, used, columns=keys)
+            coded = read_coded(files, dictionary, query, missing, used)
             _check_records(coded, model, table.name)
             if few := model.few_said(coded.columns):
                 click.echo(few, err=True)

@@ -68,7 +68,7 @@ class Decision(NamedTuple):
         """The job's configuration with this site's own model, data and predictor in place of `AT_SITE`."""
         config, rule = self.offer.config, self.policy.models.get(self.offer.model)
         assert self.data is not None, "a key holder runs no model"
-        own = {k: getattr(self.data, k) for k in ("predictor", "dictionary", "query", "tables", "columns", "missing")}
+        own = {k: getattr(self.data, k) for k in ("predictor", "dictionary", "query", "tables", "missing")}
         own["complete"] = self._complete
         silos = tuple(
             s.model_copy(update={"data": self.data.path or s.data, **own}) if s.id == site else s for s in config.silo

@@ -124,7 +124,7 @@ def _blanks(text: str) -> str:
 class DataRule(Table):
     """A population. path: None for the data of a shipped program; predictor: of a vertical run, "path/to/file.py:name".
     response: the columns that this site tells the other silos of a vertical job, as its outcome and offset.
-    dictionary, query, tables, columns, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort:
+    dictionary, query, tables, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort:
     whether other rows than those of the first job, or than those of a digest, are refused, or said in the site's log.
     alignment: by which columns, and how, the people of a vertical job are found; the job has to say the same. largest:
     places that each other party's list may have then, and so identifiers that it may test against this one's, of n
@@ -144,7 +144,6 @@ class DataRule(Table):
     dictionary: Text | None = None
     query: Text | None = None
     tables: dict[Text, Text] = Field(default_factory=dict)
-    columns: dict[Text, tuple[Text, ...]] = Field(default_factory=dict)
     missing: Literal["refuse", "drop"] = "refuse"
     cohort: Literal["said", "pinned"] | Hex32 = "said"
     epsilon: Positive | None = None
@@ -158,10 +157,8 @@ class DataRule(Table):
             raise ValueError("a data set is the file of its path, or what a job takes from a program (from_job)")
         if (self.epsilon is None) != (self.delta is None):
             raise ValueError("a budget needs both epsilon and delta")
-        if self.dictionary is None and (self.query or self.tables or self.columns or self.missing != "refuse"):
-            raise ValueError(
-                "query, tables, columns and missing need a dictionary, which `secure-fvi data describe` drafts"
-            )
+        if self.dictionary is None and (self.query or self.tables or self.missing != "refuse"):
+            raise ValueError("query, tables and missing need a dictionary, which `secure-fvi data describe` drafts")
         if self.path is None and (self.alignment is not None or self.predictor is not None or self.response):
             raise ValueError("alignment, predictor and response are of a vertical job, which needs the path of a table")
         if self.dictionary is not None and self.alignment is not None:

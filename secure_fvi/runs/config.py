@@ -112,9 +112,8 @@ class Partition(Table):
 class SiloFile(Table):
     """One silo with its data: a table (`TABLES`), or arrays (.npz, .safetensors); in a vertical run also
     its own predictor. dictionary: codes the table. query: one SELECT over it, as `data`, and over the files that
-    `tables` names. columns: by name of a JSON file there, the keys that the query sees as columns.
-    missing: whether rows with a gap are refused, as they are if nothing is said, or left out; complete: by whose gaps
-    too, whether the formula reads these columns or not."""
+    `tables` names. missing: whether rows with a gap are refused, as they are if nothing is said, or left out; complete:
+    by whose gaps too, whether the formula reads these columns or not."""
 
     id: Name
     data: Name
@@ -122,7 +121,6 @@ class SiloFile(Table):
     dictionary: Name | None = None
     query: Name | None = None
     tables: dict[Name, Name] = Field(default_factory=dict)
-    columns: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
     missing: Literal["refuse", "drop"] | None = None
     complete: tuple[Name, ...] = ()
 
@@ -249,8 +247,8 @@ class Config(Table):
     def _check_coding(self, silo: SiloFile) -> None:
         if silo.dictionary is not None:
             return
-        if self.model.formula is None and (silo.query or silo.tables or silo.columns or silo.missing is not None):
-            needs = "query, tables, columns and missing need a dictionary, which `secure-fvi data describe` drafts"
+        if self.model.formula is None and (silo.query or silo.tables or silo.missing is not None):
+            needs = "query, tables and missing need a dictionary, which `secure-fvi data describe` drafts"
             raise ValueError(f"silo '{silo.id}': {needs}")
         if silo.missing is not None:
             raise ValueError(
@@ -441,7 +439,7 @@ COLUMNS = {"formula": "secure_fvi.formula:columns_of"}
 
 #: What reads and codes a table, by its file's ending.
 TABLES = dict.fromkeys(
-    (".csv", ".tsv", ".txt", ".parquet", ".json", ".ndjson", ".jsonl", ".duckdb", ".sqlite", ".sqlite3", ".db"),
+    (".csv", ".tsv", ".txt", ".parquet", ".duckdb", ".sqlite", ".sqlite3", ".db"),
     "secure_fvi.tables:read_coded",
 )
 _EXPORT = "write it as CSV or Parquet there, where numbers and texts are told apart"
@@ -449,10 +447,11 @@ _EXPORT = "write it as CSV or Parquet there, where numbers and texts are told ap
 OTHERS = {
     **dict.fromkeys((".gz", ".zip", ".zst", ".bz2", ".xz"), "unpack it first"),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as 'CSV UTF-8'"),
-    **dict.fromkeys((".sav", ".dta", ".sas7bdat", ".rds", ".rdata", ".feather", ".arrow", ".pkl"), _EXPORT),
+    **dict.fromkeys(
+        (".json", ".ndjson", ".jsonl", ".sav", ".dta", ".sas7bdat", ".rds", ".rdata", ".feather", ".arrow", ".pkl"),
+        _EXPORT,
+    ),
 }
-#: Those whose records say which columns there are.
-OBJECTS = (".json", ".ndjson", ".jsonl")
 
 #: What `[model] likelihood` may be in a vertical run.
 LIKELIHOODS = {

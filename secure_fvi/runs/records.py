@@ -32,7 +32,6 @@ from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import (
     COLUMNS,
     MODELS,
-    OBJECTS,
     OTHERS,
     TABLES,
     Config,
@@ -63,11 +62,8 @@ def read_table(
     Without a dictionary every cell of a table is a number, and columns `x[0]`, `x[1]`, ... form one tensor (N, k), all
     float64 but whole `record_id`; npz and safetensors keep their own types. Nothing is unpickled. Raises InputError for
     a missing or malformed file. The columns `leave_out` of a table are not read: they may hold text. spoilt: rows that
-    cannot be read are left out, and it is told of them; whole: they stay, with NaN in the cells that cannot be. JSON,
-    whose columns are those of all records, is refused then.
+    cannot be read are left out, and it is told of them; whole: they stay, with NaN in the cells that cannot be.
     """
-    if spoilt is not None and path.suffix.lower() in OBJECTS:
-        raise InputError(f"{key}: {path}: which columns a JSON file has is said by its records; give CSV or Parquet")
     arrays: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
     if path.suffix.lower() in TABLES:
         tensors = _coded(path, key, partial(_numbers, leave_out=leave_out), spoilt=spoilt, whole=whole)
@@ -95,8 +91,6 @@ def read_silo(silo: SiloFile, key: str, by_record: bool, spoilt: list[str] | Non
     spoilt: rows that cannot be read are left out, and it is told of them."""
     path = Path(silo.data)
     if silo.dictionary is None:
-        if by_record and path.suffix.lower() in OBJECTS:
-            raise InputError(f"{key}: {path}: {_BY_RECORDS}")
         return read_table(path, key, spoilt=spoilt)
     dictionary = _own_dictionary(silo, key, by_record)
     return _coded(path, key, dictionary, silo, spoilt)
@@ -143,38 +137,13 @@ def _read(
     ending = path.suffix.lower()
     # Of a file with another ending, and of no file, the reader says what to do.
     read_coded: Callable[..., Coded] = named(TABLES, "data", ending if ending in TABLES else ".csv")
-    columns = silo.columns if silo is not None else None
-    with _columns_hint(query, files):
-        found = read_coded(
-            files,
-            coding,
-            query,
-            missing or said or "refuse",
-            only,
-            spoilt=None if spoilt is None else own,
-            columns=columns,
-        )
+    left_out_of = None if spoilt is None else own
+    found = read_coded(files, coding, query, missing or said or "refuse", only, spoilt=left_out_of)
     if spoilt is not None:
         spoilt += found.spoilt
     for name, rows in found.left_out.items():
         _log.warning("%s: of %d rows, those with a gap in '%s', %d, are left out", path, found.read, name, rows)
     return found
-
-
-@contextmanager
-def _columns_hint(query: str | None, files: Mapping[str, Path]) -> Iterator[None]:
-    """Of a query over JSON that cannot be carried out: where its columns come from."""
-    try:
-        yield
-    except DataError:
-        raise
-    except InputError as error:
-        if query is None or not any(path.suffix.lower() in OBJECTS for path in files.values()):
-            raise
-        raise InputError(
-            f"{error}; of JSON a query sees the dictionary's columns, or those that columns names: columns = "
-            '{ data = ["age", "sex"] }'
-        ) from None
 
 
 def _files(path: Path, silo: SiloFile | None) -> dict[str, Path]:
@@ -401,8 +370,6 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
         elif own.dictionary is not None:
             dictionary = _own_dictionary(own, key, _by_record(config))
             only = list(dictionary.columns)
-        elif path.suffix.lower() in OBJECTS:
-            raise InputError(_BY_RECORDS)
         else:
             with _reader(path).opened(_files(path, own), own.query, spoilt=True) as table:
                 dictionary, only = _numbers(table.types), list(table.types)
@@ -423,10 +390,8 @@ def _reader(path: Path) -> Any:
 
 
 def _check_columns(path: Path, silo: SiloFile, wanted: Collection[str]) -> None:
-    """Raise InputError where a table lacks a column, unless records say which it has."""
+    """Raise InputError where a table lacks a column."""
     files = _files(path, silo)
-    if any(file.suffix.lower() in OBJECTS for file in files.values()):
-        return
     try:
         with _reader(path).opened(files, silo.query, spoilt=True) as table:
             known = list(table.types)
@@ -438,7 +403,6 @@ def _check_columns(path: Path, silo: SiloFile, wanted: Collection[str]) -> None:
 
 
 _WITH_DICTIONARY = "a table with a dictionary says it beforehand"
-_BY_RECORDS = f"which columns a JSON file has is said by its records; {_WITH_DICTIONARY}"
 
 
 def python_function(path: Path, name: str, key: str) -> Any:

@@ -473,8 +473,8 @@ def test_a_run_in_one_process_reads_tables_likewise(folder: Path, caplog: pytest
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"query": "SELECT 1"}, "query, tables, columns and missing need a dictionary"),
-        ({"missing": "drop"}, "query, tables, columns and missing need a dictionary"),
+        ({"query": "SELECT 1"}, "query, tables and missing need a dictionary"),
+        ({"missing": "drop"}, "query, tables and missing need a dictionary"),
         ({"missing": "keep", "dictionary": "d.toml"}, "missing = 'keep'"),
         ({"dictionary": "d.toml", "vertical": True}, "no dictionary is read"),
     ],

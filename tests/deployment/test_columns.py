@@ -421,21 +421,6 @@ def test_rows_that_a_policy_does_not_want_are_nobodys_under_privacy(
                 assert site._job.unfit.whole == spoilt  # told to the site alone
 
 
-@pytest.mark.parametrize("ending", [".json", ".csv"])
-def test_a_column_of_one_person_leaves_no_gap_in_others_rows(tmp_path: Path, ending: str) -> None:
-    """A key that one record has alone was a column of all, so that all others' rows counted as zero. The control says
-    its columns in its first line."""
-    file, spoilt = tmp_path / f"t{ending}", list[str]()
-    records = '[{"person": "a", "x": 1}, {"person": "b", "x": 2, "y": 3}]'
-    file.write_text(records if ending == ".json" else "person,x\na,1\n")
-    read = functools.partial(read_aligned, file, "silo[0].data", Alignment(column="person"), spoilt)
-    if ending == ".csv":
-        assert set(read()[0]) == {"x"}
-        return
-    with pytest.raises(InputError, match="is said by its records; give CSV or Parquet"):
-        read()
-
-
 def test_an_outcome_with_gaps_is_refused_by_rows_and_a_remedy_that_is_there(tmp_path: Path) -> None:
     """A table of a vertical job has no dictionary, so that no option leaves its rows out. The control has no gap."""
     file = tmp_path / "t.csv"

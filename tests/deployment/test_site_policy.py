@@ -604,7 +604,7 @@ def test_a_policy_that_others_may_edit_is_refused(site: Site) -> None:
         ({"privacy": {"dp": "never"}}, "privacy"),
         ({"data": [{"id": "a", "epsilon": 1.0}]}, "a budget needs both epsilon and delta"),
         ({"data": [{"id": "a", "response": ["died"]}]}, "of a vertical job, which needs the path of a table"),
-        ({"data": [{"id": "a", "path": "a.csv", "missing": "drop"}]}, "query, tables, columns and missing need a dict"),
+        ({"data": [{"id": "a", "path": "a.csv", "missing": "drop"}]}, "query, tables and missing need a dict"),
         ({"data": [{"id": "a", "dictionary": "d.toml"}]}, "a dictionary needs the path of a table"),
         (
             {"data": [{"id": "a", "path": "a.csv", "dictionary": "d.toml", "alignment": {"column": "person"}}]},
