@@ -962,7 +962,7 @@ def test_every_family_is_tried() -> None:
 
 @pytest.mark.parametrize(("family", "formula"), CASES)
 def test_the_prior_of_every_family_is_mapped_over_draws(family: str, formula: str) -> None:
-    """As `natural.Prior` does hundreds of times before the first round: draw by draw an ordinal took minutes."""
+    """As `prior.Prior` does hundreds of times before the first round: draw by draw an ordinal took minutes."""
     from secure_fvi.building import Machine, build_problem
     from secure_fvi.federated_model import read_data
 

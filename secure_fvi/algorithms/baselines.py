@@ -38,7 +38,8 @@ from secure_fvi.algorithms.base import (
 )
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, FIRST_FIT, Families, LocalFitOptions, OwnState, SiloFit
-from secure_fvi.algorithms.natural import Natural, Prior, nothing, to_eta
+from secure_fvi.algorithms.natural import Natural, nothing, to_eta
+from secure_fvi.algorithms.prior import Prior
 from secure_fvi.disclosure import Declaration, Sums
 from secure_fvi.errors import BoundError, DataError, InputError, ProtocolError, SecureFVIError
 from secure_fvi.options import Count

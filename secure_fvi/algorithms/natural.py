@@ -2,7 +2,7 @@
 
 A factor is exp(shift . z - z . precision z / 2), up to a constant. Products add parameters, quotients subtract them. A
 factor need not be proper: a site's precision may have negative eigenvalues as long as q's has none. `quadratic` finds
-the factor that a function is, `matching` the one that stands for it around q, and `Prior` does so for p(Z_G).
+the factor that a function is, `matching` the one that stands for it around q; `prior` does so for p(Z_G).
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import jacrev
 
-from secure_fvi.algorithms.base import Problem
-from secure_fvi.compiled import over_draws
-from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import Params
 from secure_fvi.randomness import server_draws
 
@@ -25,14 +22,8 @@ from secure_fvi.randomness import server_draws
 _SAME, _ROUNDINGS = 1e-7, 64
 #: Fixed draws, in antithetic pairs.
 _PAIRS = 64
-#: Damped steps to a prior's first factor, and their damping, which later ones have too.
-_START_STEPS, _DAMPING = 40, 0.5
-#: Smallest precision of the first q, as a share of the largest, where the prior is not log-concave.
-_FLOOR = 1e-6
 #: A step may take at most this share of q's precision in any direction.
 MOST_LOST = 0.75
-#: Dimensions up to which the curvature of such a prior, n x n for every draw, fits into memory.
-_CURVED_UP_TO = 2000
 
 
 class Natural(NamedTuple):
@@ -217,127 +208,3 @@ def matching(q: Natural, gradient: Tensor, curvature: Tensor) -> Natural:
     precision = -0.5 * (curvature + curvature.T) if q.full else -curvature.diagonal()
     mean = q.mean()
     return Natural(gradient + (precision @ mean if q.full else precision * mean), precision)
-
-
-class NoStart(InputError):
-    """A prior that q cannot start from: SFVI takes it."""
-
-
-class Prior:
-    """log p_theta(Z_G) as a factor of q, at the server: exact where it is Gaussian, else a site of its own.
-
-    In unconstrained space normal and log-normal sites are Gaussian, and then nothing is approximated. Any other prior
-    is treated as one more likelihood whose site the server refits after every round by damped fixed-point steps
-    (equation 4), with expectations over fixed draws.
-    """
-
-    def __init__(self, problem: Problem, full: bool) -> None:
-        """full: whether q has a full precision."""
-        self.problem, self.n, self.full = problem, problem.layout.size("global"), full
-        self._eps = fixed_noise(problem.seed, self.n)
-        self._known: tuple[Natural, float] | None = None  # of a Gaussian prior without theta, and log p's constant
-        if not problem.start.theta:
-            fixed = self._find({})
-            if fixed is not None:
-                at = self._centre
-                inner = fixed.precision @ at @ at if full else (fixed.precision * at.square()).sum()
-                self._known = fixed, float(self.log_prob(at, {}) - fixed.shift @ at + 0.5 * inner)
-
-    def log_prob(self, z: Tensor, theta: Params) -> Tensor:
-        z = z.to(self.problem.device, self.problem.dtype)
-        return self.problem.density.log_prior(z, theta).to("cpu", torch.float64)
-
-    def exact(self, theta: Params) -> Natural | None:
-        """Its parameters where it is Gaussian within the family, else None."""
-        if self._known is not None:
-            return self._known[0]
-        return self._find(theta) if theta else None
-
-    @property
-    def _centre(self) -> Tensor:
-        return self.problem.start.z_global.to("cpu", torch.float64)
-
-    def _find(self, theta: Params) -> Natural | None:
-        return quadratic(lambda z: self.log_prob(z, theta), self._centre, self.full, self.problem.dtype)
-
-    def start(self, theta: Params, algorithm: str) -> Natural:
-        """The site before the first round, when q is the prior's approximation alone. Raises InputError as `target`,
-        and where there is none for `algorithm` to begin with."""
-        exact = self.exact(theta)
-        q = exact if exact is not None else self._approached(theta)
-        if not q.proper:
-            raise NoStart(
-                f"the prior of the global sites has no Gaussian approximation, as a flat one: {algorithm} cannot start "
-                "from it; SFVI can"
-            )
-        return q
-
-    def _approached(self, theta: Params) -> Natural:
-        one = torch.ones(self.n, dtype=torch.float64)
-        q = Natural(self._centre, torch.diag(one) if self.full else one)
-        for _ in range(_START_STEPS):
-            q = q.plus(_floored(self.target(q, theta)).minus(q), _DAMPING)
-        return q
-
-    def refit(self, q: Natural, site: Natural, theta: Params) -> tuple[Natural, Natural]:
-        """q and the prior's site after a damped step that leaves q a part of its precision (`MOST_LOST`), or an exact
-        one; as they were where q would be improper.
-
-        Where records say little of a direction, half of a Cauchy prior's step can take all but a twelfth of what is
-        known there, and q goes where neither prior nor records are.
-        """
-        if self._known is not None:
-            return q, site
-        exact = self.exact(theta)
-        damping = _DAMPING if exact is None else 1.0
-        target = exact if exact is not None else self.target(q, theta)
-        change = target.minus(site)
-        for _ in range(8):
-            after = q.plus(change, damping)
-            if after.proper and (exact is not None or q.least_kept(change, damping) > 1 - MOST_LOST):
-                return after, site.plus(change, damping)
-            damping /= 2
-        return q, site
-
-    def target(self, q: Natural, theta: Params) -> Natural:
-        """The fixed-point update at q. Raises InputError where a prior that is not Gaussian has many dimensions."""
-        if self.n > _CURVED_UP_TO:
-            raise NoStart(
-                f"the prior of the {self.n} global dimensions is not Gaussian in unconstrained space; PVI takes such a "
-                f"prior up to {_CURVED_UP_TO} dimensions. Take normal or log-normal priors (log-normal in place of "
-                "half normal, say), or SFVI"
-            )
-        z = draws(q, self._eps)
-        slope = grad(lambda z: self.log_prob(z, theta))
-        # Both from one run of the program a draw, which is what they cost.
-        curvature, gradient = over_draws(jacrev(lambda z: (slope(z),) * 2, has_aux=True), z)
-        return matching(q, gradient.mean(0), curvature.mean(0))
-
-    def theta_gradient(self, q: Natural, theta: Params) -> Params:
-        """E_q of the gradient of log p_theta(Z_G) in theta."""
-        if not theta:
-            return {}
-        of_theta = vmap(grad(lambda theta, z: self.log_prob(z, theta)), in_dims=(None, 0))
-        return {name: value.mean(0) for name, value in of_theta(theta, draws(q, self._eps)).items()}
-
-    def minus_kl(self, q: Natural, theta: Params) -> float:
-        """E_q[log p] + entropy of q, nats."""
-        if self._known is not None:
-            prior, constant = self._known
-            return float(constant + prior.log_normaliser() - kl(q, prior))
-        expected = over_draws(lambda z: self.log_prob(z, theta), draws(q, self._eps)).mean()
-        mean = q.mean()
-        inner = q.precision @ mean @ mean if q.full else (q.precision * mean.square()).sum()
-        entropy = q.log_normaliser() - q.shift @ mean + 0.5 * (inner + q.n)
-        return float(expected + entropy)
-
-
-def _floored(target: Natural) -> Natural:
-    """With all precisions positive; the mean that it implies is kept."""
-    if not target.full:
-        floor = _FLOOR * target.precision.abs().max()
-        precision = target.precision.clamp(min=float(floor))
-        return Natural(target.shift, precision)
-    values, vectors = torch.linalg.eigh(target.precision)
-    values = values.clamp(min=float(_FLOOR * values.abs().max()))
-    return Natural(target.shift, (vectors * values) @ vectors.T)

@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
@@ -66,7 +65,8 @@ from secure_fvi.algorithms.base import (
 )
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
-from secure_fvi.algorithms.natural import MOST_LOST, Natural, Prior, distance, nothing, to_eta
+from secure_fvi.algorithms.natural import MOST_LOST, Natural, distance, nothing, to_eta
+from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
 from secure_fvi.algorithms.stationarity import as_sent, final_draws
 from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE, q_part
@@ -91,7 +91,6 @@ else:
 SKIPPED, TEMPERED, MOVING, PRESENT = "skipped", "tempered", "moving", "present"
 OBJECTIVE, RECORDS = "objective", "records"
 
-Rounds = Annotated[int, Field(ge=0), Says("must be a whole number of rounds, 0 or more")]
 Damping = Annotated[Share | Literal["auto"], Says("must be 'auto' or lie in (0, 1]")]
 
 
@@ -112,10 +111,6 @@ class PVI(LocalFitOptions):
     its posterior alone: it needs `reveal_changes = True` and a sum that admits a cohort of one."""
     buffer: Count = 3
     """Silos of an asynchronous round."""
-    delay: Rounds = 0
-    """Of the asynchronous schedule, simulated: local fits take 0 to `delay` rounds, by silo, drawn by the seed, and the
-    `buffer` that are done first answer. A change fitted against the q of `a` rounds ago counts 1 / (1 + a). 0: fits end
-    within a round, and the silos of a round are drawn."""
     reveal_changes: bool = False
     """Accepts what a sequential schedule shows, or what exact sums of an asynchronous one tell, masked or not: they are
     equations for each silo's changes."""
@@ -133,10 +128,6 @@ class PVI(LocalFitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.delay and self.schedule != "asynchronous":
-            raise InputError(
-                "delay is for schedule = 'asynchronous': in the others every silo answers on this round's q"
-            )
         if self.schedule == "sequential" and not self.reveal_changes:
             raise InputError(
                 "a sequential schedule shows the server each silo's change of its site, from which it can compute that "
@@ -188,56 +179,6 @@ class PVI(LocalFitOptions):
     silo = server
 
 
-# ---- who answers when in the asynchronous schedule (section 2.4.3), simulated from the seed ----
-#
-# Silo j's local fit takes d_j rounds. The server makes a sum of the first `buffer` silos whose fits are done, and waits
-# where fewer are. With the broadcast of its turn a silo gets the q for its next fit; what it adds to the sum was fitted
-# against the q of the turn before, unless d_j = 0: such a silo fits while the server waits. A secure sum is bound to
-# one broadcast, so a late change joins the sum of a later round.
-
-#: Keeps the draw of delays apart from that of ties.
-_DELAYS = 2**32
-
-
-class Turns(NamedTuple):
-    """The simulated clock, in rounds. Everyone may see it."""
-
-    clock: float  # time of the last round
-    free: Tensor  # (J,) time at which each silo's fit is done
-    last: Tensor  # (J,) round of each silo's last turn; -1: none yet
-
-
-def delays(silos: int, longest: int, seed: int) -> Tensor:
-    """(J,) rounds that the silos' fits take, drawn from 0 to `longest`."""
-    drawn = np.random.default_rng([abs(seed), _DELAYS]).integers(0, longest + 1, silos)
-    return torch.from_numpy(drawn).double()
-
-
-def first_turns(silos: int) -> Turns:
-    """Nobody is busy."""
-    none = torch.zeros(silos, dtype=torch.float64)
-    return Turns(0.0, none, none - 1)
-
-
-def next_cohort(turns: Turns, buffer: int, seed: int, round_: int) -> list[int]:
-    """The `buffer` silos whose fits are done first, in order of index; ties by a public coin."""
-    coin = np.random.default_rng([abs(seed), round_]).permutation(len(turns.free))
-    return sorted(np.lexsort((coin, turns.free.numpy()))[:buffer].tolist())
-
-
-def after_turn(turns: Turns, cohort: list[int], delay: Tensor, round_: int) -> Turns:
-    """Once the silos of `cohort` have answered in `round_` and begun their next fits."""
-    at = torch.tensor(cohort)
-    clock = max(turns.clock + 1, float(turns.free[at].max()))
-    free = turns.free.index_put((at,), clock + delay[at].clamp(min=1))
-    return Turns(clock, free, turns.last.index_put((at,), torch.tensor(float(round_), dtype=torch.float64)))
-
-
-def weight(age: int) -> float:
-    """Share of a change that was computed against the q of `age` rounds ago."""
-    return 1.0 / (1 + age)
-
-
 # ---- how much of the silos' changes q takes: found during the run, and cut back where q would be improper ----
 #
 # One over the silos asked is an average of their local posteriors, hence proper, and slow. The paper searched for more
@@ -282,8 +223,7 @@ def accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Na
     """q after the largest step of `damping`, `damping` / 2, ... that is proper and leaves q a part of its precision
     (`MOST_LOST`), its size (0 for none), and the halvings it took.
 
-    A step up to `safe` need only be proper: one over the silos asked is an average of their local posteriors, where
-    nothing is late.
+    A step up to `safe` need only be proper: one over the silos asked is an average of their local posteriors.
     """
     for halving in range(_HALVINGS):
         step = damping * 0.5**halving
@@ -464,7 +404,6 @@ class PVIState(NamedTuple):
     checked: bool  # whether all silos were in it
     refining: refining_server.Refining  # and what those after it did
     halvings: int  # of steps after which q would have been improper, or would have lost most of its precision
-    turns: Turns  # of a schedule with delays
     first: Tensor  # (packed,) under privacy, the mean total of rounds before any site was taken in; (0,) otherwise
     firsts: int  # and how many there were
 
@@ -472,7 +411,6 @@ class PVIState(NamedTuple):
 class Finished(NamedTuple):
     """A finished local fit. Never leaves the silo but as a change, in a sum."""
 
-    round: int  # of the broadcast that it was fitted against; -1: there is none
     site: Natural  # what t_j should be
     value: float  # see `Fitted`
     theta: Params
@@ -487,7 +425,6 @@ class Part(NamedTuple):
     change: Natural  # as it was released with the last sum
     taken: Natural  # the change that the site took in last, whole
     own: OwnState
-    waiting: Finished  # for the silo's next turn, where its fits take longer than a round
 
 
 class PVILocal(NamedTuple):
@@ -521,14 +458,11 @@ class PVIProgram(Program):
         config, problem = self.config, self.problem
         self.families = Families(config, problem)
         self.theta_start = dict(problem.start.theta)
-        self.delays = delays(len(problem.silos), config.delay, problem.seed)
         self._check()
         self.fit = SiloFit(self.families)
         self.refiner = Refiner(problem, self.fit.weigher)
         self.optimizer = Optimizer("adam", config.theta_learning_rate)
-        self._replayed, self._by_turn = first_turns(len(problem.silos)), list[tuple[str, ...]]()
         self._one = nothing(self.families.n, self.families.full)
-        self._none = Finished(-1, self._one, 0.0, {}, False, False)
 
     def _check(self) -> None:
         config, privacy = self.config, self.problem.privacy
@@ -576,17 +510,10 @@ class PVIProgram(Program):
         return slope + weighing.blocks(self.problem, families.shared.name, families.local)
 
     def cohort(self, round_: int) -> tuple[str, ...]:
-        """The silos asked in a round. Under delays they follow from the rounds before, which all parties can replay."""
-        silos, config = self.problem.silos, self.config
-        if config.schedule == "sequential":
+        """The silos asked in a round."""
+        silos = self.problem.silos
+        if self.config.schedule == "sequential":
             return (silos[round_ % len(silos)],)
-        while config.delay and len(self._by_turn) <= round_:
-            at = len(self._by_turn)
-            chosen = next_cohort(self._replayed, self.cohort_size, self.problem.seed, at)
-            self._replayed = after_turn(self._replayed, chosen, self.delays, at)
-            self._by_turn.append(tuple(silos[j] for j in chosen))
-        if config.delay:
-            return self._by_turn[round_]
         return choose_cohort(silos, self.cohort_size, self.problem.seed, round_)
 
     def units(self, q: Natural) -> Tensor:
@@ -622,12 +549,12 @@ class PVIProgram(Program):
         prior, theta = self._begins()
         none = torch.zeros(len(self.problem.silos), dtype=torch.float64)
         moved = torch.full_like(none, math.inf)
-        moments, turns = self.optimizer.init(theta), first_turns(len(none))
+        moments = self.optimizer.init(theta)
         return PVIState(
             round=0, q=prior, prior=prior, theta=theta, theta_moments=moments, took=none, kept=none, moved=moved,
             damping=0.0, residual=self._one, earlier=self._one, skipped=0, tempered=0, undone=0, last=Counts(),
             quiet=none, stepped=none, shortened=0, theta_moved=0.0, phase=ROUND_PHASE, checked=False,
-            rest=final_server.Rest(), refining=refining_server.start(), halvings=0, turns=turns, firsts=0,
+            rest=final_server.Rest(), refining=refining_server.start(), halvings=0, firsts=0,
             first=torch.zeros(0 if self._uncounted else self.families.packed, dtype=torch.float64),
         )  # fmt: skip
 
@@ -658,11 +585,10 @@ class PVIProgram(Program):
         if not asked:
             change = self._one
         damping = float(self.config.damping) if self.config.damping != "auto" else self._chosen(state, change, asked)
-        turns, age = self._turns(state, message)
-        q, taken, halvings = accept(state.q, change, damping, 0.0 if age else self._safe(asked))
-        moved = torch.where(present > 0, distance_moved(state.q, change, taken) / weight(age), state.moved)
+        q, taken, halvings = accept(state.q, change, damping, self._safe(asked))
+        moved = torch.where(present > 0, distance_moved(state.q, change, taken), state.moved)
         objective = math.nan
-        if OBJECTIVE in sums and asked == len(self.problem.silos) and not age:
+        if OBJECTIVE in sums and asked == len(self.problem.silos):
             objective = float(sums[OBJECTIVE]) + self.prior.minus_kl(q, state.theta)
         theta, moments = self._theta_step(state, q, sums, scale)
         by_silos = q
@@ -699,7 +625,6 @@ class PVIProgram(Program):
             checked=False,
             refining=state.refining,
             halvings=state.halvings + halvings,
-            turns=turns,
         )
         return self._ended(after, message, Step(objective, taken, None, self.config.schedule, False))
 
@@ -868,11 +793,7 @@ class PVIProgram(Program):
     def _may_shorten(self, state: PVIState, counts: Counts) -> bool:
         """Whether silos lost their proper cavity by the last step, which can be taken back by half."""
         return bool(
-            counts.tempered
-            and state.stepped.any()
-            and state.shortened < _SHORTER
-            and state.undone < _MOST_UNDONE
-            and not self.config.delay
+            counts.tempered and state.stepped.any() and state.shortened < _SHORTER and state.undone < _MOST_UNDONE
         )
 
     def _shortened(self, state: PVIState, counts: Counts, message: Broadcast) -> tuple[PVIState, Step]:
@@ -920,15 +841,6 @@ class PVIProgram(Program):
         """One over the clients asked, virtual ones counted."""
         return 1.0 / max(asked * self.config.virtual_clients, 1)
 
-    def _turns(self, state: PVIState, message: Broadcast) -> tuple[Turns, int]:
-        """After this round, and the age of the oldest change in its total: late silos answer on their last turn's q."""
-        if not self.config.delay:
-            return state.turns, 0
-        cohort = [self.problem.silos.index(name) for name in message.cohort]
-        late = [j for j in cohort if self.delays[j] > 0 and state.turns.last[j] >= 0]
-        age = max((message.round - int(state.turns.last[j]) for j in late), default=0)
-        return after_turn(state.turns, cohort, self.delays, message.round), age
-
     def _chosen(self, state: PVIState, change: Natural, asked: int) -> float:
         """One over the silos asked; more than that only where all silos were, in this round as in the last."""
         safe = self._safe(asked)
@@ -955,7 +867,7 @@ class PVIProgram(Program):
         one = self._one
         views = part_views(view, self.config.virtual_clients)
         nobody = torch.zeros(len(self.problem.silos), dtype=torch.float64)
-        parts = tuple(Part(one, one, one, self.fit.init(v), self._none) for v in views)
+        parts = tuple(Part(one, one, one, self.fit.init(v)) for v in views)
         flags = torch.tensor([0.0, 1.0], dtype=torch.float64)
         return PVILocal(parts, 0, 0, 0.0, 0, nobody, nobody, nobody[:0], flags, torch.zeros_like(flags))
 
@@ -973,8 +885,7 @@ class PVIProgram(Program):
         if message.phase == REFINE:
             return Answer({**own, REFINED: self._near(message, local, view, views)}, local)
         per_unit, local = self._per_unit(message, view.silo), local._replace(asked=message.tensors["q"])
-        late = bool(self.delays[self.problem.silos.index(view.silo)] > 0)
-        answered = [self._answered(message, k, part, views[k], late) for k, part in enumerate(local.parts)]
+        answered = [self._answered(message, k, part, views[k]) for k, part in enumerate(local.parts)]
         parts, fits = [part for part, _, _ in answered], [fit for _, fit, _ in answered]
         changes = {CHANGE: sum(to_numpy(part.change.pack() * per_unit) for part in parts)}
         changes |= {f"theta/{name}": sum(to_numpy(fit.theta[name]) for fit in fits) for name in self.theta_start}
@@ -1021,18 +932,11 @@ class PVIProgram(Program):
     def _theta(self, message: Broadcast) -> Params:
         return {name: self.move(message.tensors[f"theta/{name}"]) for name in self.theta_start}
 
-    def _answered(
-        self, message: Broadcast, k: int, part: Part, view: SiloView, late: bool
-    ) -> tuple[Part, Finished, int]:
+    def _answered(self, message: Broadcast, k: int, part: Part, view: SiloView) -> tuple[Part, Finished, int]:
         """The k-th part with its change, the fit that the change is from, and how many fits failed."""
         fit, own, failed = self._fitted(message, k, part, view)
-        waiting = self._none
-        if late:  # this fit will be done by the next turn
-            waiting, fit = fit, part.waiting if part.waiting.round >= 0 else fit
-        change = self._one
-        if fit.usable:
-            change = self._one.plus(fit.site.minus(part.site), weight(message.round - fit.round))
-        return part._replace(change=change, own=own, waiting=waiting), fit, failed
+        change = self._one.plus(fit.site.minus(part.site)) if fit.usable else self._one
+        return part._replace(change=change, own=own), fit, failed
 
     def _fitted(self, message: Broadcast, k: int, part: Part, view: SiloView) -> tuple[Finished, OwnState, int]:
         """The local fit against the q of `message`, the silo's latents after it, and whether it failed."""
@@ -1047,7 +951,7 @@ class PVIProgram(Program):
                 fitted = self.fit(turn, theta, begin, cavity, part.own, view)
                 if fitted.sane:
                     site = fitted.q.minus(cavity).within(fitted.touched)
-                    return Finished(message.round, site, fitted.value, fitted.theta, True, share < 1), fitted.own, 0
+                    return Finished(site, fitted.value, fitted.theta, True, share < 1), fitted.own, 0
                 if share < 1:
                     break
         except Exception:
@@ -1063,7 +967,7 @@ class PVIProgram(Program):
             )
         zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
         own = part.own._replace(visits=part.own.visits + 1)
-        return Finished(message.round, self._one, 0.0, zeros, False, False), own, failed
+        return Finished(self._one, 0.0, zeros, False, False), own, failed
 
     def where(self, message: Broadcast) -> Tensor | None:
         return self.families.unpack(message.tensors["q"]).mean() if "q" in message.tensors else None
@@ -1112,13 +1016,12 @@ class PVIProgram(Program):
 
     def _reported(self, message: Broadcast, parts: list[Part], fits: list[Finished]) -> dict[str, float]:
         """The silo's part of the bound, and what befell it."""
-        q, age = self.families.unpack(message.tensors["q"]), min(fit.round for fit in fits)
-        whole = 1 / weight(message.round - age) if age >= 0 else 1.0
+        q = self.families.unpack(message.tensors["q"])
         return {
             OBJECTIVE: float(sum(fit.value for fit in fits)),
             SKIPPED: float(not all(fit.usable for fit in fits)),
             TEMPERED: float(any(fit.tempered for fit in fits)),
-            MOVING: float(any(distance(q, q.plus(p.change, whole)) > self.config.tolerance for p in parts)),
+            MOVING: float(any(distance(q, q.plus(p.change)) > self.config.tolerance for p in parts)),
         }
 
     def _as_released(self, parts: list[Part], said: Tensor) -> tuple[Part, ...]:

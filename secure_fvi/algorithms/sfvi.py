@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block
-from secure_fvi.algorithms import checking, refining
+from secure_fvi.algorithms import refining
 from secure_fvi.algorithms.base import (
     CLIP,
     FINISH,
@@ -46,7 +46,6 @@ from secure_fvi.algorithms.base import (
     fixed_length,
 )
 from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two, evaluated
-from secure_fvi.algorithms.natural import Prior
 from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,
@@ -74,10 +73,12 @@ from secure_fvi.states import Moved
 from secure_fvi.trees import averages, merge, part, running_average, stacked, take, to_numpy, unflatten
 
 if TYPE_CHECKING:
-    from secure_fvi.algorithms import final_server, noise_aware, refining_server, sfvi_warm, stopping
+    from secure_fvi.algorithms import checking, final_server, noise_aware, prior, refining_server, sfvi_warm, stopping
 else:
+    checking = Later("secure_fvi.algorithms.checking")
     final_server = Later("secure_fvi.algorithms.final_server")
     noise_aware = Later("secure_fvi.algorithms.noise_aware")
+    prior = Later("secure_fvi.algorithms.prior")
     refining_server = Later("secure_fvi.algorithms.refining_server")
     sfvi_warm = Later("secure_fvi.algorithms.sfvi_warm")
     stopping = Later("secure_fvi.algorithms.stopping")
@@ -192,7 +193,8 @@ class SFVI:
         if not private and self.iterations is None:
             final = f"{DISCLOSED}; its number of records"
             sums = (*sums, Sums(FINISH, 1, final, silos, besides=True, likelihood=True), refining.declared(silos))
-        sums = (*sums, *checking.declared(self.replicates, silos))
+        if self.replicates is not None:
+            sums = (*sums, *checking.declared(self.replicates, silos))
         because = f"participation = {self.participation:g}"
         rounds, keeps = self.warm_start.rounds + self.own_rounds, "its own latents' posterior"
         return Declaration(rounds, sums, keeps, False, self.sampling_rate, because)
@@ -473,10 +475,10 @@ class SFVIProgram(StructuredProgram):
     def noise_aware(self, state: SFVIState) -> NoiseAware | str:
         if self._uncounted is not None:
             return self._uncounted
-        prior = Prior(self.problem, True).exact({})
-        if prior is None:
+        normal = prior.Prior(self.problem, True).exact({})
+        if normal is None:
             return noise_aware.NOT_NORMAL
-        return noise_aware.of_gradients(state.trace, prior)
+        return noise_aware.of_gradients(state.trace, normal)
 
     def posterior(self, state: SFVIState) -> Posterior:
         refined = state.refining.answer

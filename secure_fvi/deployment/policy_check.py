@@ -42,7 +42,7 @@ _JUDGED = {
     "BCM": _OF_LOCAL_FIT + "prior total_records",
     "VCL": _OF_LOCAL_FIT + "reveal_changes",
     "StreamingVB": _OF_LOCAL_FIT + "passes reveal_changes",
-    "PVI": _OF_LOCAL_FIT + "rounds max_rounds tolerance schedule buffer delay reveal_changes damping virtual_clients "
+    "PVI": _OF_LOCAL_FIT + "rounds max_rounds tolerance schedule buffer reveal_changes damping virtual_clients "
     "replicates",
     "FedAvg": "rounds local_steps learning_rate server_learning_rate server_momentum server_schedule tolerance prior "
     "weights sampling_rate participation total_records bound",

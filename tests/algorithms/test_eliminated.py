@@ -40,7 +40,7 @@ def _made(crossed: bool) -> tuple[PVIProgram, dict[str, Tensor]]:
         tables.append({"y": y, "x": x, "ward": ward, "item": item})
     model = sf.glmm(CROSSED if crossed else NESTED, dictionary=Dictionary(COLUMNS))
     with pytest.MonkeyPatch.context() as patch:  # where q begins is no matter here
-        patch.setattr("secure_fvi.algorithms.natural._START_STEPS", 1)
+        patch.setattr("secure_fvi.algorithms.prior._START_STEPS", 1)
         going = sf.run(model, tables, sf.PVI(rounds=1, local_steps=2), compile=False, threads=1)
     laid = model.prepared(dict(zip("abc", tables, strict=True)))["a"]
     return going.server.program, {name: v for name, v in laid.items() if isinstance(v, Tensor)}  # type: ignore[return-value]

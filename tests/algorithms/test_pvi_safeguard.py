@@ -302,7 +302,7 @@ def test_what_a_round_says_of_silos_is_no_search_for_single_sites(
         x = view.rows["x"][: view.size].double()
         site = Natural(torch.zeros(1, dtype=torch.float64), x.mT @ x / NOISE**2)
         _, share = pvi.tempered(self.families.unpack(message.tensors["q"]), part.site)
-        return pvi.Finished(message.round, site, 0.0, {}, True, share < 1), part.own, 0
+        return pvi.Finished(site, 0.0, {}, True, share < 1), part.own, 0
 
     monkeypatch.setattr(pvi.PVIProgram, "_fitted", fitted)
     if guard != "both":

@@ -245,7 +245,7 @@ def doors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Do
             priors[full] = quadratic(fn, at, full, dtype)
         return priors[full]
 
-    monkeypatch.setattr(natural, "quadratic", prior)
+    monkeypatch.setattr("secure_fvi.algorithms.prior.quadratic", prior)
     views: dict[str, Any] = {}  # records are read against the model once: no option decides on that
 
     def view(silo: str, *rest: Any) -> Any:
