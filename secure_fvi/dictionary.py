@@ -22,6 +22,7 @@ from pydantic import Field
 from secure_fvi.errors import InputError
 from secure_fvi.options import Says, check
 from secure_fvi.runs import wording
+from secure_fvi.runs.config import RECORD_ID
 from secure_fvi.runs.wording import nearest, unknown_key
 
 Kind = Literal["number", "integer", "category", "boolean", "id", "date"]
@@ -32,10 +33,6 @@ Flag = Annotated[bool, Says("must be true or false")]
 Finite = Annotated[float, Field(allow_inf_nan=False), Says("must be a finite number")]
 Spread = Annotated[float, Field(gt=0, allow_inf_nan=False), Says("must be positive and finite")]
 
-#: The optional column with the records' own ids: whole numbers, all different, over all silos.
-RECORD_ID = "record_id"
-#: The name of a job's own file in a query.
-TABLE = "data"
 #: Dates are coded as days since this one.
 DAY_ZERO = datetime.date(1970, 1, 1)
 #: What a cell's text has to be, in ASCII, to be a number or a date.

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from secure_fvi.dictionary import MEASURED, NUMBER, RECORD_ID, Column, Dictionary
+from secure_fvi.dictionary import MEASURED, NUMBER, Column, Dictionary
 from secure_fvi.errors import InputError, without_colours
+from secure_fvi.runs.config import RECORD_ID
 from secure_fvi.runs.wording import nearest
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from secure_fvi.dictionary import RECORD_ID, Column, Dictionary, Missing, dictionary_of, read_dictionary
+from secure_fvi.dictionary import Column, Dictionary, Missing, dictionary_of, read_dictionary
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out, places, read_data
 from secure_fvi.formula import (
@@ -49,6 +49,7 @@ from secure_fvi.formula import (
     response_of,
 )
 from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.runs.config import RECORD_ID
 from secure_fvi.runs.wording import nearest
 from secure_fvi.summary import counts_noise, quantiles, shown, weighted_moments
 from secure_fvi.supports import ReachesFar, ReachesZero

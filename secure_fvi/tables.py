@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from secure_fvi.dictionary import DATE, NUMBER, RECORD_ID, TABLE, TOLD_APART, Column, Dictionary, Missing
+from secure_fvi.dictionary import DATE, NUMBER, TOLD_APART, Column, Dictionary, Missing
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import check_aligned, is_gap
-from secure_fvi.runs.config import OTHERS
+from secure_fvi.runs.config import OTHERS, RECORD_ID, TABLE
 from secure_fvi.runs.wording import nearest
 
 if TYPE_CHECKING:

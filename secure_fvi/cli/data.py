@@ -196,8 +196,8 @@ def _about(table: Path) -> Iterator[None]:
 
 
 def _files(table: Path, others: tuple[str, ...]) -> dict[str, Path]:
-    from secure_fvi.dictionary import TABLE
     from secure_fvi.errors import InputError
+    from secure_fvi.runs.config import TABLE
 
     files = {TABLE: table}
     for other in others:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-from pathlib import Path
 from typing import NamedTuple
 
 from secure_fvi.deployment.consortium import ConsortiumRoster
@@ -17,12 +16,11 @@ from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import MATCHED, JobEntry, Trail
-from secure_fvi.dictionary import read_dictionary
 from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError, SessionLost
 from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.settings import exact_totals
 from secure_fvi.runs.config import Config, chosen
-from secure_fvi.runs.records import formula_columns
+from secure_fvi.runs.records import formula_columns, site_dictionary
 from secure_fvi.silo import UNANSWERABLE
 
 #: The outcome (`Trail.close_job`) after which a job's id is spent; a job with any other may go on.
@@ -90,7 +88,7 @@ class Decision(NamedTuple):
         if not exact_totals(chosen(config)[2]):
             return ()
         try:
-            own = read_dictionary(Path(data.dictionary))
+            own = site_dictionary(data.dictionary)
         except InputError:  # which whoever reads the table says
             return ()
         found = set(own.columns) if self.policy.models else set[str]()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,13 +20,12 @@ from secure_fvi.deployment.job import JobOffer
 from secure_fvi.deployment.model_hash import manifest, package_digest
 from secure_fvi.deployment.names import Role, printable
 from secure_fvi.deployment.policy import DataRule, PrivacyRules, SitePolicy, rule_of
-from secure_fvi.dictionary import read_dictionary
 from secure_fvi.disclosure import DISCLOSURES, Disclosure, disclose
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import Terms
 from secure_fvi.runs.config import Config, chosen
-from secure_fvi.runs.records import formula_model, job_dictionary
+from secure_fvi.runs.records import formula_model, job_dictionary, site_dictionary
 
 _log = logging.getLogger(__name__)
 
@@ -316,7 +314,7 @@ def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iter
         yield f"data set '{data.id}' has no dictionary, by which a formula's columns are coded"
         return
     try:
-        own = read_dictionary(Path(data.dictionary))
+        own = site_dictionary(data.dictionary)
     except InputError as error:  # it names files
         _log.warning("%s", error)
         yield f"the dictionary of data set '{data.id}' cannot be read; see this site's log"

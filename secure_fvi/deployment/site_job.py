@@ -66,7 +66,6 @@ from secure_fvi.deployment.session_messages import (
     session_of,
     silo_sum,
 )
-from secure_fvi.dictionary import RECORD_ID
 from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
 from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
@@ -75,7 +74,7 @@ from secure_fvi.files import make_private, sync_folder, write_atomically
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate, NoiseSource
 from secure_fvi.privacy.settings import RecordDP, exact_totals
-from secure_fvi.runs.config import Config, chosen, title
+from secure_fvi.runs.config import RECORD_ID, Config, chosen, title
 from secure_fvi.runs.records import formula_part, schema_beforehand, silo_part
 from secure_fvi.silo import UNANSWERABLE, Limits, Silo, silo_view
 

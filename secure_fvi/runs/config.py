@@ -437,6 +437,10 @@ AGGREGATIONS = {
 MODELS = {"formula": "secure_fvi.mixed_model:glmm"}
 COLUMNS = {"formula": "secure_fvi.formula:columns_of"}
 
+#: The optional column with the records' own ids: whole numbers, all different, over all silos.
+RECORD_ID = "record_id"
+#: The name of a job's own file in a query.
+TABLE = "data"
 #: What reads and codes a table, by its file's ending.
 TABLES = dict.fromkeys(
     (".csv", ".tsv", ".txt", ".parquet", ".duckdb", ".sqlite", ".sqlite3", ".db"),

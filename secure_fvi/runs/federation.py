@@ -21,7 +21,6 @@ from secure_fvi.building import Machine, build_problem, numbers_of, work_of
 from secure_fvi.checkpoints import text_of
 from secure_fvi.columns import Columns, VerticalResult
 from secure_fvi.compiled import choose_threads
-from secure_fvi.dictionary import RECORD_ID
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere
@@ -34,7 +33,7 @@ from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result
 from secure_fvi.runs.columns import response_columns, row_ids, silo_columns
-from secure_fvi.runs.config import LIKELIHOODS, Config, SiloFile, build, chosen, named, resolved
+from secure_fvi.runs.config import LIKELIHOODS, RECORD_ID, Config, SiloFile, build, chosen, named, resolved
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.records import (
     Parts,

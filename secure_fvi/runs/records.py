@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -25,14 +25,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from secure_fvi.dictionary import RECORD_ID, TABLE, Column, Dictionary, Missing, dictionary_of, read_dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema, read_data, side_by_side
+from secure_fvi.later import Later
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import (
     COLUMNS,
     MODELS,
     OTHERS,
+    RECORD_ID,
+    TABLE,
     TABLES,
     Config,
     Model,
@@ -45,8 +47,12 @@ from secure_fvi.runs.config import (
 from secure_fvi.runs.wording import nearest, unknown_key
 
 if TYPE_CHECKING:
+    from secure_fvi import dictionary as dictionaries
+    from secure_fvi.dictionary import Dictionary, Missing
     from secure_fvi.mixed_model import MixedModel
     from secure_fvi.tables import Coded, Coding
+else:
+    dictionaries = Later("secure_fvi.dictionary")  # a silo whose data are arrays has none
 
 _log = logging.getLogger(__name__)
 #: Rows of a record, or groups of a silo, that an option may name: each is laid out for as many.
@@ -97,7 +103,7 @@ def read_silo(silo: SiloFile, key: str, by_record: bool, spoilt: list[str] | Non
 
 
 def _own_dictionary(silo: SiloFile, key: str, by_record: bool) -> Dictionary:
-    dictionary = read_dictionary(Path(str(silo.dictionary)))
+    dictionary = site_dictionary(str(silo.dictionary))
     ids = [name for name, column in dictionary.columns.items() if column.kind == "id" and name != RECORD_ID]
     if by_record and ids:
         raise InputError(
@@ -151,7 +157,8 @@ def _files(path: Path, silo: SiloFile | None) -> dict[str, Path]:
 
 
 def _numbers(names: Iterable[str], leave_out: Collection[str] = ()) -> Dictionary:
-    return Dictionary({n: Column("integer" if n == RECORD_ID else "number") for n in names if n not in leave_out})
+    kinds: dict[str, Literal["integer", "number"]] = {n: "integer" if n == RECORD_ID else "number" for n in names}
+    return dictionaries.Dictionary({n: dictionaries.Column(k) for n, k in kinds.items() if n not in leave_out})
 
 
 @contextmanager
@@ -265,7 +272,7 @@ class FormulaOptions:
     shared: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     record: str | None = None
-    missing: Missing = "refuse"
+    missing: Literal["refuse", "drop"] = "refuse"
     most: dict[str, Annotated[int, Field(ge=1, le=_MOST)]] = field(default_factory=dict)
 
 
@@ -285,11 +292,16 @@ def formula_model(model: Model) -> MixedModel:
     return glmm(str(model.formula), model.family or "gaussian", dictionary=job_dictionary(model), **vars(options))
 
 
+def site_dictionary(path: str) -> Dictionary:
+    """The dictionary in a site's own file. Raises InputError."""
+    return dictionaries.read_dictionary(Path(path))
+
+
 def job_dictionary(model: Model) -> Dictionary:
     """The dictionary of a formula, from its file or as the job has it. Raises InputError."""
     if isinstance(model.dictionary, dict):
-        return dictionary_of(model.dictionary, "model.dictionary")
-    return read_dictionary(Path(str(model.dictionary)))
+        return dictionaries.dictionary_of(model.dictionary, "model.dictionary")
+    return site_dictionary(str(model.dictionary))
 
 
 def formula_said(model: Model) -> dict[str, Any]:
@@ -344,7 +356,7 @@ def _of_formula(silo: SiloFile, model: MixedModel) -> tuple[Dictionary, Missing 
     dictionary = model.of.dictionary
     if silo.dictionary is None:
         return dictionary, model.of.missing
-    own = read_dictionary(Path(silo.dictionary))  # whether a gap may be left out is then its owner's to say
+    own = site_dictionary(silo.dictionary)  # whether a gap may be left out is then its owner's to say
     if unlike := dictionary.differences(own):
         raise InputError(f"its dictionary is not that of the formula: {'; '.join(unlike)}")
     return own, None
