@@ -168,11 +168,28 @@ def _ledger(home: Home, server: str, keys: tuple[bytes, ...], receipts: list[byt
             seen = [check_receipt(r, frozenset(keys)) for r in receipts]
         if any(receipt.public_key in own for receipt in seen):
             raise ProtocolError(f"the ledger of '{home.id}' is gone: the server has seen one; restore its newest copy")
-        if any(map(witness.length, own)):
-            raise ProtocolError(f"the ledger of '{home.id}' is gone: this site had one; restore its newest copy")
+        _check_not_gone(home, witness)
         return b""
     with closing(open_ledger(home)) as ledger:
         return _stated(ledger, witness, server, keys, receipts)
+
+
+def check_seen(home: Home, trail: Trail) -> None:
+    """Raise ProtocolError where this site's own log or ledger lacks rows that it has kept of it: one of them was put
+    back, which a server need not ask about where a job goes on."""
+    with closing(SqliteStore(home.seen_file)) as store:
+        own = {kind: Witness(home.id, home.identity(), store, kind) for kind in (TRAIL, LEDGER)}
+        trail.check_holds(*own[TRAIL].seen(trail.chain.public_key))
+        if home.ledger_file.exists():
+            with closing(open_ledger(home)) as ledger:
+                ledger.check_holds(*own[LEDGER].seen(ledger.chain.public_key))
+        else:
+            _check_not_gone(home, own[LEDGER])
+
+
+def _check_not_gone(home: Home, own: Witness) -> None:
+    if any(map(own.length, records_keys(home, home.roster(now()), home.id))):
+        raise ProtocolError(f"the ledger of '{home.id}' is gone: this site had one; restore its newest copy")
 
 
 def _stated(

@@ -57,6 +57,7 @@ class Decision(NamedTuple):
     data: DataRule | None  # None at a key holder
     matched: bool = False  # whether people were matched for the job before, as the site's log has it
     exact_jobs: int = 0  # without differential privacy, that the site has answered on this data set before
+    charged: int = 0  # answers of the job that its ledger was charged for, as the site's log has it
 
     def stated_policy(self, home: Home) -> bytes:
         """Under which policy, as the server hears it."""
@@ -153,7 +154,8 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         raise SessionLost(f"job '{offer.job}' is new to '{home.id}', and its records were not countersigned first")
     matched = before is not None and MATCHED in before.omissions
     exact = sum(r.broadcasts > 0 and r.fields["epsilon"] is None for r in trail.chain.on(offer.data_set).values())
-    found = Decision(offer, roster, policy, data, matched, exact)
+    charged = 0 if before is None else before.releases
+    found = Decision(offer, roster, policy, data, matched, exact, charged)
     if trail.full:  # it goes on, by a row that is there
         return found
     trail.job(job_entry(offer, logged, accepted=True))

@@ -43,6 +43,8 @@ _KEY, _LOGGED = "holder/key", "holder/logged"
 class HolderJob:
     """A job for which this site keeps the key. To `Site` it is what `SiteJob` is at a silo."""
 
+    charged = ""  # no ledger of its own
+
     def __init__(self, home: Home, decision: Decision, logged: Callable[[], int]) -> None:
         """logged: how many messages of the job this site's log has. Raises InputError for a job that needs no key."""
         self.home, self.decision, self._logged = home, decision, logged

@@ -16,7 +16,7 @@ import torch
 
 from secure_fvi.deployment import session_messages as talk
 from secure_fvi.deployment.consortium import Member
-from secure_fvi.deployment.countersigning import SEEN, ends, open_trail
+from secure_fvi.deployment.countersigning import SEEN, check_seen, ends, open_trail
 from secure_fvi.deployment.countersigning import answer as countersign
 from secure_fvi.deployment.deciding import FINISHED, OUTCOMES, Decision, decide
 from secure_fvi.deployment.going import Stand, Teller, Unfit
@@ -37,6 +37,7 @@ from secure_fvi.errors import (
 )
 from secure_fvi.files import write_atomically
 from secure_fvi.key_files import TlsFiles
+from secure_fvi.messages import ROUND
 from secure_fvi.silo import UNANSWERABLE
 from secure_fvi.wire import PROTOCOLS, agreed
 
@@ -106,16 +107,16 @@ class Site:
         except SessionLost as error:
             self._trail.note(job, f"a session ends: {printable(str(error))}")
             raise
-        except SecureFVIError as error:
-            self._note_refusal(job, kind, message, error)
-            raise
-        except Exception as error:  # a full disk, say: memory may be ahead of what was written, which alone counts
-            self._let_go()
+        except Exception as error:
+            # A full disk, say: memory may be ahead of what was written, which alone counts.
+            if not isinstance(error, SecureFVIError) or isinstance(error, OSError):
+                self._let_go()
             self._note_refusal(job, kind, message, error)
             raise
         known = self._trail.chain.jobs.get(job)
         if known is not None and known.accepted:
-            self._trail.exchanges(job, [Exchange(self._server, talk.STEPS[kind], message, answer)])
+            charged = self._job.charged if self._job is not None and kind == ROUND else ""
+            self._trail.exchanges(job, [Exchange(self._server, talk.STEPS[kind], message, answer, charged)])
         return answer
 
     def _note_refusal(self, job: str, kind: bytes, message: bytes, error: Exception) -> None:
@@ -176,6 +177,7 @@ class Site:
         """Decide on a job and build its party. Raises what `decide` and `SiteJob` raise."""
         self._let_go()
         self._under = self._rules()
+        check_seen(self.home, self._trail)
         decision = decide(self.home, offer, self._trail, now(), met=self._met)
         self._met = False
         if decision.offer.job != job:

@@ -159,6 +159,8 @@ class SiteJob:
         self._questions: HeldStore | None = None
         self.session = b""
         self._given_up = False  # the session that is open is not to be gone on with
+        #: What the ledger was charged with for the last answer, for the log, which knows then if that is an older copy.
+        self.charged = ""
         self._build(decision.local_config(home.id))
 
     def _build(self, config: Config) -> None:
@@ -277,7 +279,12 @@ class SiteJob:
         if self.party is None:
             raise SessionLost("no session is open here")
         self._check_charge(message)
-        return self.party.handle(message)
+        silo, gate = self.party.silo, self.guards.gates[self.home.id]
+        paid, self.charged = gate.paid, ""
+        answer = self.party.handle(message)
+        if gate.paid > paid:
+            self.charged = f"{list(self.program.order.phases)[silo.past.asked.place]} {silo.past.made}"
+        return answer
 
     def end(self, accepted: int, posterior: bytes) -> Path:
         """Keep the silo's own posterior; where it lies."""
@@ -510,7 +517,13 @@ class SiteJob:
         job, budget = declared_job(offer.job, offer.data_set, terms, algorithm, noise, self.decision.exact_jobs)
         ledger = open_ledger(self.home, self.decision.policy)
         opened = ledger.open_job(job, default_budget=budget)
-        return Guards({silo: self._gate(opened.charge, noise)}, (opened,), {silo: ledger})
+        guards = Guards({silo: self._gate(opened.charge, noise)}, (opened,), {silo: ledger})
+        if guards.released(silo) < self.decision.charged:
+            raise ProtocolError(
+                f"the ledger of '{silo}' is older than its log, which has {self.decision.charged} answers of this job "
+                "that were charged: it was restored from a copy; put the newest one back"
+            )
+        return guards
 
     def _gate(self, charge: Charge | None, noise: NoiseSource) -> Gate:
         silos, rows = self.decision.offer.silos, self.disclosed.rows

@@ -403,15 +403,22 @@ class Opened(NamedTuple):
 
 def opened_job(made: Job, data: Path | None) -> Opened:
     """Joined and opened by the sites themselves; no round was asked yet. data: a folder of data sets."""
-    homes, hub, codec = made.world.homes, made.world.homes["hub"], session_messages.CODEC
-    silos, roster = [s for s in made.sites if homes[s].role == "silo"], hub.roster(NOW)
-    offer = job.make_offer(made.config, roster, "hub", manifest(made.config).hash, NOW)
-    signed = job.sign_offer(offer, hub.identity())
-    algorithm, aggregation, privacy = chosen(made.config)
-    sites, bag = {s: Site(homes[s], Local(data_dir=data)) for s in silos}, list[bytes]()
-    found = Opened(offer.job, sites, None, bag)  # type: ignore[arg-type]
+    homes, hub = made.world.homes, made.world.homes["hub"]
+    offer = job.make_offer(made.config, hub.roster(NOW), "hub", manifest(made.config).hash, NOW)
+    sites = {s: Site(homes[s], Local(data_dir=data)) for s in made.sites if homes[s].role == "silo"}
     for site in sites.values():
         met(hub, site)
+    return _opened(Opened(offer.job, sites, None, []), made, job.sign_offer(offer, hub.identity()))  # type: ignore[arg-type]
+
+
+def reopened(found: Opened, made: Job) -> Opened:
+    """In another session, by a server that begins the job again."""
+    return _opened(found, made, next(m for m in found.bag if m[:1] == session_messages.JOIN)[1:])
+
+
+def _opened(found: Opened, made: Job, signed: bytes) -> Opened:
+    codec, silos, roster = session_messages.CODEC, list(found.sites), made.world.homes["hub"].roster(NOW)
+    algorithm, aggregation, privacy = chosen(made.config)
     answers = found.exchange(dict.fromkeys(silos, session_messages.JOIN + signed))
     joined = {s: codec.unpack(answers[s], session_messages.Joined) for s in silos}
     schema = session_messages.unpack_schema(joined[silos[0]].schema)
@@ -423,6 +430,7 @@ def opened_job(made: Job, data: Path | None) -> Opened:
     )
     program = algorithm.server(problem)
     aggregation = strong_enough(aggregation, disclose(algorithm, aggregation, privacy, len(silos)))
+    offer = job.read_offer(signed, roster, silos[0], NOW)
     session = session_of(roster, offer.hash, opened, aggregation)
     named = session_roster(roster, session, silos, aggregation, b"")
     sums = server_half(aggregation, silos, named, MemoryStore(), lambda message: b"")

@@ -9,14 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from consortium_run import SILOS, Job
+from consortium_run import met as met_site
 from deployment_world import NOW, World
+from fuzzing import Opened, opened_job, reopened
 
+from secure_fvi.aggregation.base import carry
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.deployment import countersigning, keeping
+from secure_fvi.deployment import site as site_of
 from secure_fvi.deployment.countersigning import answer, countersign, open_ledger, open_trail, open_witness
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import install, succeed
+from secure_fvi.deployment.site import Site
+from secure_fvi.deployment.site_job import Local
 from secure_fvi.deployment.trail import TRAIL, Exchange, JobEntry, Trail
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.errors import ProtocolError
@@ -330,3 +337,76 @@ def test_a_key_that_was_lost_is_followed_by_the_one_that_all_have_signed(met: Wo
         assert by.key_of("hub") == after.public_key
         with closing(open_trail(hub)) as first, pytest.raises(ProtocolError, match="which did not follow"):
             countersigning._countersigned(by, first.statement(), (*keys, hub.identity().public_key), "hub")
+
+
+# ---- A running job, which no meeting of records stands before ----
+
+
+def _copied(world: World, into: Path) -> None:
+    for name in SILOS:
+        shutil.copytree(world.homes[name].path, into / name)
+
+
+def _put_back(world: World, copy: Path, *names: str) -> None:
+    for name in SILOS:
+        home = world.homes[name].path
+        files = [n for n in names if n != "state"]
+        if files:
+            restore(world.homes[name], copy / name, *files)
+        if "state" in names:
+            shutil.rmtree(home / "state")
+            shutil.copytree(copy / name / "state", home / "state")
+
+
+def _asked_again(found: Opened, made: Job, sites: Callable[[], dict[str, Site]]) -> None:
+    """A lying server begins another session of the job, without records being countersigned, and asks all its rounds.
+    Raises what the sites refuse it with."""
+    found.sites.update(sites())
+    try:
+        again = reopened(found, made)
+        for _ in range(2):
+            carry(again.server.round(), again.exchange)
+    finally:
+        for site in found.sites.values():
+            site.close()
+
+
+@pytest.mark.parametrize(
+    ("back", "words"),
+    [
+        (("ledger.sqlite", "state"), r"the ledger of '\w+' is older than its log, which has 2 answers of this job"),
+        (("ledger.sqlite", "audit-log.sqlite", "state"), r"the audit-log of silo '\w+' was rolled back"),
+        (("ledger.sqlite", "audit-log.sqlite", "state", "seen.sqlite"), None),  # the whole folder: see the page
+    ],
+    ids=["ledger and state", "all that seen.sqlite knows of", "all"],
+)
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_a_running_jobs_budget_is_not_spent_twice(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: tuple[str, ...], words: str | None, rule: bool
+) -> None:
+    """Put back from a copy of before its rounds, with a server that asks for no records, since the job is not new. The
+    control is a site that looks at neither what it has kept of them nor what its log says was charged: each round is
+    released twice, and charged once."""
+    if not rule:
+        monkeypatch.setattr(site_of, "check_seen", lambda *_: None)
+        monkeypatch.setattr(site_of, "Exchange", lambda *what: Exchange(*what[:4]))
+    dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "data_set": "data"}
+    made = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"}, privacy=dp)
+    found = opened_job(made, None)
+
+    def sites() -> dict[str, Site]:
+        return {name: Site(world.homes[name], Local()) for name in SILOS}
+
+    for site in found.sites.values():
+        site.close()
+    _copied(world, tmp_path / "copy")
+    found.sites.update(sites())
+    for _ in range(2):
+        carry(found.server.round(), found.exchange)
+    for site in found.sites.values():
+        if LOG in back:  # without it the log alone knows of the rounds
+            met_site(world.homes["hub"], site)
+        site.close()
+    _put_back(world, tmp_path / "copy", *back)
+    with nullcontext() if words is None or not rule else pytest.raises(ProtocolError, match=words):
+        _asked_again(found, made, sites)
