@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 import threading
@@ -16,7 +15,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from secure_fvi.aggregation.prg import derive_key
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, RecordError
 from secure_fvi.files import sync_folder
 
 #: No slots that rise.
@@ -96,7 +95,8 @@ class MemoryStore:
 
 
 class SqliteStore:
-    """A store in one SQLite file, readable by its owner only: write-ahead log, one fsync a write.
+    """A store in one SQLite file, readable by its owner only: write-ahead log, one fsync a write. All that it does
+    raises RecordError where the file cannot be written or read.
 
     Without power_safe a claim outlives the process and not the machine; what is `put` outlives both, with all that was
     claimed before it. It holds private keys and shares in clear unless wrapped. A file restored from a backup must not
@@ -106,25 +106,26 @@ class SqliteStore:
     def __init__(self, path: str | os.PathLike[str], power_safe: bool = True) -> None:
         """power_safe: without it a claim outlives the process, but not the machine: the caller must notice a restart
         of the machine and open a new session then."""
-        begun = Path(path).exists()
-        Path(path).touch(mode=0o600)
+        self._path, begun = Path(path), Path(path).exists()
+        self._path.touch(mode=0o600)
         if not begun:
-            sync_folder(Path(path).absolute().parent)
-        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._connection.execute("PRAGMA journal_mode = WAL")
+            sync_folder(self._path.absolute().parent)
         self._power_safe, self._full = power_safe, True
-        self._connection.execute("PRAGMA synchronous = FULL")
-        self._connection.execute("PRAGMA secure_delete = ON")
-        self._connection.execute(
-            "CREATE TABLE IF NOT EXISTS slots (slot TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
-        )
+        with self._errors():
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA secure_delete = ON")
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS slots (slot TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
+            )
 
     def __repr__(self) -> str:
         return "SqliteStore(...)"
 
     def claim(self, slot: str, value: bytes, settle: bool = True, still: Still = NONE) -> bytes:
         # One statement is one transaction, so that of two processes over one file only one can be first.
-        with self._transaction(self._power_safe and settle) if still else contextlib.nullcontext():
+        with self._transaction(self._power_safe and settle) if still else self._errors():
             if not still:
                 self._synchronous(self._power_safe and settle)
             _check_still(self.get, still)
@@ -143,7 +144,8 @@ class SqliteStore:
             )
 
     def get(self, slot: str) -> bytes | None:
-        row = self._connection.execute("SELECT value FROM slots WHERE slot = ?", (slot,)).fetchone()
+        with self._errors():
+            row = self._connection.execute("SELECT value FROM slots WHERE slot = ?", (slot,)).fetchone()
         return None if row is None else bytes(row[0])
 
     def risen(self, slot: str) -> int:
@@ -164,15 +166,25 @@ class SqliteStore:
             self._full = full
 
     @contextmanager
-    def _transaction(self, full: bool = True) -> Iterator[None]:
-        self._synchronous(full)
-        self._connection.execute("BEGIN IMMEDIATE")
+    def _errors(self) -> Iterator[None]:
+        """SQLite's errors as ours: of a disk, and so nobody's data's."""
         try:
             yield
-        except BaseException:
-            self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise RecordError(f"the store '{self._path}': {error}") from None
+
+    @contextmanager
+    def _transaction(self, full: bool = True) -> Iterator[None]:
+        with self._errors():
+            self._synchronous(full)
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
 
 
 def _packed(number: int) -> bytes:

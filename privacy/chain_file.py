@@ -11,7 +11,7 @@ from time import monotonic, sleep
 from typing import Any, Generic, TypeVar
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import InputError, ProtocolError, RecordError
 from secure_fvi.privacy.chain import GENESIS, NOTHING, RECEIPT, ChainKind, ChainReader, Row, make_row, timestamp
 from secure_fvi.privacy.witness import Countersignature, check_receipt, make_statement
 
@@ -83,7 +83,7 @@ class ChainFile:
         except sqlite3.Error as error:
             if type(error) is sqlite3.DatabaseError:  # what SQLite says of a file that it cannot read as its own
                 raise InputError(f"'{self.path}' is no {self.kind.name}: {error}") from None
-            raise SecureFVIError(f"{self.kind.name} '{self.path}': {error}; {self.kind.on_failure}") from None
+            raise RecordError(f"{self.kind.name} '{self.path}': {error}; {self.kind.on_failure}") from None
 
     @contextmanager
     def transaction(self, durable: bool = True) -> Iterator[None]:

@@ -48,6 +48,11 @@ class BudgetError(SecureFVIError):
     exit_code = 3
 
 
+class RecordError(SecureFVIError, OSError):
+    """A party's own store, ledger or log that cannot be written or read: its disk is full, say. Nothing was released,
+    and nobody's data were why."""
+
+
 class PolicyError(SecureFVIError):
     """A job that a site's policy does not allow, whoever asks for it. Nothing ran. The command line exits 2."""
 

@@ -46,7 +46,16 @@ from secure_fvi.algorithms.base import (
     SiloView,
 )
 from secure_fvi.density import Start
-from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError, one_line
+from secure_fvi.errors import (
+    AggregationError,
+    BoundError,
+    BudgetError,
+    DataError,
+    InputError,
+    ProtocolError,
+    RecordError,
+    one_line,
+)
 from secure_fvi.federated_model import Records
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, question_digest
 from secure_fvi.privacy.gate import Gate, Release
@@ -58,7 +67,7 @@ LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch do
 #: What a message, a ledger or a disk makes fail. Whatever else is raised, a silo's data may have made fail.
 _NOT_OF_DATA = (ProtocolError, BudgetError, OSError)
 #: What neither follows from data nor is mended by sending noise.
-_OF_MESSAGE = (ProtocolError, BudgetError)
+_OF_MESSAGE = (ProtocolError, BudgetError, RecordError)
 _log = logging.getLogger(__name__)
 _SHARED = b"secure-fvi/shared-past/2"
 #: Root mean square from which on a column is taken to be on a raw scale.

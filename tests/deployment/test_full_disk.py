@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
+import sqlite3
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+from consortium_run import Job
 from deployment_world import DAY, NOW, World
+from fuzzing import opened_job
 
+from secure_fvi.aggregation import store
+from secure_fvi.aggregation.base import carry
 from secure_fvi.deployment import site
 from secure_fvi.deployment.trail import NOTE, Trail
 from secure_fvi.deployment.trail_verify import compare, rows, verify
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, RecordError
+from secure_fvi.messages import ROUND
+from secure_fvi.silo import UNANSWERABLE
 from secure_fvi_lab.bench.world import HUB, Parties, posterior
 
 _SILOS = ["east", "north", "south"]
@@ -102,3 +112,52 @@ def test_a_clock_that_is_set_back_is_named_and_nothing_is_lost(world: World) -> 
     notes = [row.fields()["what"] for row in rows(north.log_file)[1] if row.kind == NOTE]
     assert notes[-2:] == ["before", "after"]
     verify(north.log_file)
+
+
+@pytest.mark.parametrize("slot", ["question/", "party/state"])
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_a_disk_that_was_full_for_one_write_is_no_fault_of_the_data(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot: str, rule: bool
+) -> None:
+    """The silo answers once there is space, and its site counts no job that asked what its data could not answer. The
+    control lets SQLite's error through as it is: a silo that could not claim a question then spoils all later totals,
+    and tells nobody."""
+    full = [False]
+
+    def check(named: str) -> None:
+        if full[0] and named.startswith(slot):
+            raise sqlite3.OperationalError("database or disk is full")
+
+    class Disk(sqlite3.Connection):
+        def execute(self, sql: str, values: Any = (), /) -> Any:
+            check(values[0] if sql.startswith("INSERT") else "")
+            return super().execute(sql, values)
+
+        def executemany(self, sql: str, rows: Any, /) -> Any:
+            check(next((row[0] for row in rows if row[0].startswith(slot)), ""))
+            return super().executemany(sql, rows)
+
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Disk))
+    if not rule:
+        monkeypatch.setattr(store, "RecordError", sqlite3.OperationalError)
+    found = opened_job(Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 4}), None)
+
+    def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
+        replies = {}
+        for name, message in asked.items():
+            full[0] = name == "north" and message[:1] == ROUND
+            with contextlib.suppress(RecordError, sqlite3.OperationalError):
+                replies[name] = found.say(name, message)
+        full[0] = False
+        return replies
+
+    with pytest.raises(AggregationError, match="nothing usable of 'north'"):
+        carry(found.server.round(), exchange)
+    spoilt = not rule and slot == "question/"
+    with pytest.raises(AggregationError, match="some silo's data could not answer") if spoilt else nullcontext():
+        for _ in range(2):
+            carry(found.server.round(), found.exchange)
+    log = found.sites["north"]._trail.chain.jobs[found.job]
+    assert (UNANSWERABLE in log.omissions) == (not rule)
+    for site_ in found.sites.values():
+        site_.close()
