@@ -14,9 +14,9 @@ def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
     """The file holds either its old content or all of the new, whatever happens in between. private: nobody else of the
     machine may read it, at any time."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        if private:
-            os.fchmod(file.fileno(), 0o600)
+    temporary.unlink(missing_ok=True)
+    # Closed as it is made: whoever opens it before its mode is changed would go on reading.
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -195,7 +195,14 @@ class Lines(logging.Formatter):
     """A line to read. What others sent may stand in it: it moves no cursor and begins no line of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return "".join(c if c.isprintable() else "?" for c in super().formatMessage(record))
+        return _shown(super().formatMessage(record))
+
+    def formatException(self, info: Any) -> str:
+        return "\n".join(f"  {_shown(line)}" for line in super().formatException(info).splitlines())
+
+
+def _shown(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def start_log(quiet: bool, form: str, **always: str) -> None:

@@ -7,6 +7,7 @@ no secret is in any of it.
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -77,9 +78,14 @@ class Reader:
     def __init__(self, home: Home) -> None:
         self.home = home
         self._chain = TrailChain(home.id)
+        self._one_at_a_time = threading.Lock()  # each request of `Monitor` has a thread
 
     def read(self, now: datetime.datetime) -> Status:
         """What can be read; what cannot is among the problems."""
+        with self._one_at_a_time:
+            return self._read(now)
+
+    def _read(self, now: datetime.datetime) -> Status:
         problems: list[str] = []
 
         def tried(read: Any, otherwise: Any) -> Any:
@@ -189,11 +195,12 @@ class Monitor(ThreadingHTTPServer):
             raise InputError(f"cannot listen at {address[0]}:{address[1]}: {error.strerror}") from None
 
     def health(self) -> tuple[bool, str]:
-        """Whether all is well, and if not, why."""
+        """Whether all is well, and if not, why: for whoever reaches the port, so that problems, which may count rows
+        and name columns and files, are counted alone."""
         now = clock()
         status = self.reader.read(now)
         if status.problems:
-            return False, "; ".join(status.problems)
+            return False, f"problems: {len(status.problems)}; `secure-fvi status` says which"
         if status.quiet(now) > self.patience:
             return False, f"an open job has been quiet for {status.quiet(now):.0f} s"
         return True, "ok"
@@ -201,6 +208,7 @@ class Monitor(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Monitor
+    timeout = 10.0  # seconds for a request: one that says nothing keeps no thread
     server_version, sys_version = "secure-fvi", ""
 
     def do_GET(self) -> None:

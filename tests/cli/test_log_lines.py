@@ -73,3 +73,24 @@ def test_another_members_file_moves_no_cursor(tmp_path: Path, chain: Any, verify
     assert "a?[2J?[1;1Hverified?fake line" in said
     assert "\x1b" not in said
     assert "\x1b" in name
+
+
+def test_what_others_sent_begins_no_line_of_a_stack_trace_either(capsys: pytest.CaptureFixture[str]) -> None:
+    """The control is a plain formatter's."""
+    forged = "2027-01-01 00:00:00,000 INFO all is well"
+    log = logging.getLogger("secure_fvi.engines")
+
+    def lines(plain: bool) -> list[str]:
+        start_log(False, "text")
+        if plain:
+            logging.getLogger("secure_fvi").handlers[0].setFormatter(logging.Formatter("%(message)s"))
+        try:
+            raise KeyError from ValueError(f"x\n{forged}\x1b[2K")
+        except KeyError:
+            log.exception("a message could not be answered")
+        return capsys.readouterr().err.splitlines()
+
+    said = lines(plain=False)
+    assert f"  {forged}?[2K" in said
+    assert all(line.startswith("  ") and line.isprintable() for line in said[1:])
+    assert any(line.startswith(forged) and not line.isprintable() for line in lines(plain=True))

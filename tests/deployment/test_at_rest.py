@@ -12,6 +12,7 @@ from secure_fvi.cli.keys import open_home
 from secure_fvi.deployment.holding import open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.errors import InputError
+from secure_fvi.files import write_atomically
 
 
 def test_a_partys_state_lies_sealed_on_the_disk(tmp_path: Path) -> None:
@@ -97,3 +98,26 @@ def test_private_keys_are_sealed_unless_somebody_says_otherwise(
     monkeypatch.delenv("SECURE_FVI_KEY_FILE")
     with pytest.raises(InputError, match="is encrypted; set"):
         Home(path).identity()
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["", "control"])
+def test_a_private_file_is_nobody_elses_from_the_moment_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private: bool
+) -> None:
+    """Whoever opened it before its mode was changed would go on reading. The control: a file that is not private."""
+    path, opened, made = tmp_path / "secret", os.open, list[int]()
+
+    def looked_at(file: str, flags: int, mode: int = 0o777) -> int:
+        handle = opened(file, flags, mode)
+        made.append(os.fstat(handle).st_mode & 0o777)
+        return handle
+
+    before = os.umask(0o022)
+    try:
+        path.with_name("secret.tmp").touch(0o644)  # of a process that was killed
+        monkeypatch.setattr(os, "open", looked_at)
+        write_atomically(path, b"secret", private=private)
+    finally:
+        os.umask(before)
+    assert path.read_bytes() == b"secret"
+    assert made[0] == (0o600 if private else 0o644)

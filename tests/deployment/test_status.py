@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from secure_fvi.cli import main
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
-from secure_fvi.deployment.going import Going, Stand, Teller, read_going
+from secure_fvi.deployment.going import Going, Stand, Teller, Unfit, read_going
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import write_template
 from secure_fvi.deployment.names import now
@@ -287,3 +288,40 @@ def test_what_a_process_that_has_ended_left_is_not_said(tmp_path: Path) -> None:
         assert read_going(tmp_path) is None
     teller.close()
     assert not (tmp_path / "going.json").exists()
+
+
+def test_health_tells_whoever_asks_how_many_problems_there_are_and_not_which(busy: World) -> None:
+    """They may count rows and name columns and files. The control is what the site's own people read."""
+    home = busy.homes["north"]
+    folder = home.state_folder / "jobs" / "two"
+    folder.mkdir(parents=True)
+    Unfit(folder, "north", "cohort").tell("column 'hiv': no finite number in 3 rows")
+    assert "column 'hiv': no finite number in 3 rows" in Reader(home).read(NOW).problems[0]
+    with Monitor(home, ("127.0.0.1", 0)) as server:
+        assert server.health() == (False, "problems: 1; `secure-fvi status` says which")
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_requests_that_come_together_read_the_log_one_after_the_other(world: World, rule: bool) -> None:
+    """The control is without the lock: two that take in the same rows count them twice, and call one missing."""
+    home = world.homes["north"]
+    write_template(home.policy_file)
+    reader, problems = Reader(home), list[str]()
+    if not rule:
+        reader._one_at_a_time = nullcontext()  # type: ignore[assignment]
+    trail, before = open_trail(home), sys.getswitchinterval()
+    trail.job(entry("one"))
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(4):
+            trail.exchanges("one", [Exchange("hub", "broadcast", b"asked", b"sent")] * 300)
+            threads = [threading.Thread(target=lambda: problems.extend(reader.read(NOW).problems)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(before)
+        trail.close()
+    right = not problems and reader.read(NOW).jobs[0].exchanges == 1200
+    assert right == rule
