@@ -151,7 +151,7 @@ def check(
             coded = read_coded(files, dictionary, query, missing, used)
             _check_records(coded, model, table.name)
             if few := model.few_said(coded.columns):
-                click.echo(few, err=True)
+                click.echo(printable(few, 20_000), err=True)  # levels are the dictionary's
             if none := model.weightless(coded.columns):
                 click.echo(
                     f"{none} row{'s' * (none > 1)} of weight 0, which a fit counts among rows and learns nothing of"

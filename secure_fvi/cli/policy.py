@@ -178,10 +178,10 @@ def _say(lines: list[str]) -> None:
         _say_line(line)
 
 
-def _say_line(line: str) -> None:
+def _say_line(line: str, err: bool = False) -> None:
     from secure_fvi.deployment.names import printable
 
-    click.echo(printable(line, 20_000))
+    click.echo(printable(line, 20_000), err=err)
 
 
 def _formula_lines(job: Config) -> list[str]:
@@ -428,9 +428,9 @@ def hash_model(config: Asked, installed: str | None, as_json: bool) -> None:
         click.echo(json.dumps({"hash": found.hash.hex(), **about}, indent=2))
         return
     click.echo(found.hash.hex())
-    click.echo(f"over {', '.join(found.sources)}", err=True)
-    click.echo(f"with {', '.join(f'{k} {v}' for k, v in found.versions.items())}", err=True)
-    click.echo(f"and {', '.join(f'{k} = {v}' for k, v in found.settings.items())}", err=True)
+    _say_line(f"over {', '.join(found.sources)}", err=True)
+    _say_line(f"with {', '.join(f'{k} {v}' for k, v in found.versions.items())}", err=True)
+    _say_line(f"and {', '.join(f'{k} = {v}' for k, v in found.settings.items())}", err=True)
     click.echo(f"of the secure_fvi {found.package.hex()}", err=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 import json
 from dataclasses import replace
@@ -13,13 +15,15 @@ from click.testing import CliRunner, Result
 from deployment_world import NOW, World
 from test_formula_sites import DICTIONARY, FORMULA, Study
 
+from secure_fvi import cli as cli_module
 from secure_fvi.cli import cli
 from secure_fvi.deployment.deciding import Decision, stated_policy
 from secure_fvi.deployment.keeping import TEMPLATE
+from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import Privacy
+from secure_fvi.runs.config import Privacy, read
 from secure_fvi.runs.records import formula_model, formula_part
 
 _FLOORS = ("min_cohort", "sandbox", "package", "privacy")
@@ -222,3 +226,26 @@ def test_a_jobs_words_move_no_cursor_in_a_policy_that_is_checked(world: World, t
     assert "data?[1A" in said
     assert "\x1b" not in said
     assert sum(line.startswith("  disclosures:") for line in said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["hash-model", "explain"])
+def test_no_words_of_a_job_move_the_cursor_of_who_looks_at_it(door: Door, command: str) -> None:
+    """Whichever of its texts they stand in. The control: click's echo of what the hash is over."""
+    evil = "\x1b[2K\r\u202e\x9b2J"
+    table = wording.loads(door.study.job.path.read_text())
+    table["model"] |= {"dictionary": wording.loads(DICTIONARY)}
+    words = [("model", "formula"), ("model", "family"), ("algorithm", "name"), ("silo", 0, "id"), ("silo", 0, "data")]
+    words += [
+        ("model", "dictionary", "columns", "smoke", "levels", 0),
+        ("model", "dictionary", "columns", "age", "unit"),
+    ]
+    for *path, last in words:
+        job = copy.deepcopy(table)
+        functools.reduce(lambda at, key: at[key], path, job)[last] += evil
+        door.study.job.path.write_text(wording.dumps(job))
+        said = CliRunner().invoke(cli, ["policy", command, str(door.study.job.path)], color=True)
+        shown = said.output if said.exception is None else cli_module._one_line(str(said.exception))
+        assert all(line.isprintable() for line in shown.split("\n")), (path, shown)
+    table["model"]["formula"] += evil
+    door.study.job.path.write_text(wording.dumps(table))
+    assert evil in str(manifest(read(door.study.job.path)).settings["formula"])
