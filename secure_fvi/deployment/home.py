@@ -37,7 +37,7 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.certificates import make_certificate, pem_of, read_certificate
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, load_roster, parse_roster, trusted
 from secure_fvi.deployment.names import Id, Role, Table, check_id, now, parse_table, read_bytes, write_bytes
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import InputError, ProtocolError, RecordError
 from secure_fvi.files import make_private
 from secure_fvi.key_files import (
     TlsFiles,
@@ -158,6 +158,15 @@ class Home:
                 f"'{self.path}' is in use by another process of the {self.role} '{self.id}'; stop that one first"
             ) from None
         return file
+
+    def check_held(self, file: IO[bytes]) -> None:
+        """Raises RecordError where what `hold` returned locks nobody out any more: the file was removed by hand."""
+        lock = self.path / "lock"
+        if not (lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat())):
+            raise RecordError(
+                f"'{lock}' was removed while this process held it, so that another may have taken the folder; stop "
+                "this one, and start it again"
+            )
 
     def identity(self) -> Identity:
         """The key that the roster names. Raises InputError where it cannot be read."""

@@ -79,9 +79,11 @@ class Site:
         return f"Site({self.home.id!r})"
 
     def handle(self, job: str, message: bytes) -> bytes:
-        """The answer to one message about `job`; nothing leaves before the site's log has it."""
+        """The answer to one message about `job`; nothing leaves before the site's log has it. Raises RecordError where
+        the folder's lock is gone."""
         self._messages, self._busy = self._messages + 1, True
         try:
+            self.home.check_held(self._hold)
             return self._handle(job, message)
         finally:
             self._busy = False

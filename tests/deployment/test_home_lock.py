@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from consortium_run import met
 from deployment_world import World
 
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site import Site
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, RecordError
 
 _HOLD = "import sys, time; from secure_fvi.deployment.home import Home; from pathlib import Path; "
 _HOLD += "held = Home(Path(sys.argv[1])).hold(); print('held', flush=True); time.sleep(60)"
@@ -49,3 +51,22 @@ def test_a_server_holds_its_folder(world: World) -> None:
     with home.hold(), pytest.raises(InputError, match="in use by another process of the server 'hub'"):
         home.hold()
     home.hold().close()
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_a_process_whose_lock_was_removed_answers_no_more(
+    world: World, monkeypatch: pytest.MonkeyPatch, rule: bool
+) -> None:
+    """As somebody does who takes it for one that was left behind: two processes would go on over one state."""
+    home = world.homes["north"]
+    if not rule:
+        monkeypatch.setattr(Home, "check_held", lambda *_: None)
+    first = Site(home)
+    met(world.homes["hub"], first)
+    (home.path / "lock").unlink()
+    second = Site(home)
+    met(world.homes["hub"], second)
+    with pytest.raises(RecordError, match="was removed while this process held it") if rule else nullcontext():
+        met(world.homes["hub"], first)
+    first.close()
+    second.close()
