@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +23,8 @@ import pyro
 import torch
 from pyro.distributions import Normal
 from scipy.optimize import brentq
-from scipy.stats import beta, binom, norm
+from scipy.stats import beta, binom, chi2, norm, shapiro
+from scipy.stats import t as student
 from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
@@ -30,7 +32,15 @@ from secure_fvi.aggregation.base import FloatArray, SecureSum
 from secure_fvi.algorithms.base import CLIP, Broadcast, Pending, Problem, ServerProgram, SiloProgram, Step
 from secure_fvi.algorithms.sfvi import SFVI, WarmStart
 from secure_fvi.algorithms.vertical.vertical import HIDDEN_PHASE
-from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, check_confidence, judge
+from secure_fvi.audits.base import (
+    CONFIDENCE,
+    CONTROL_CONFIDENCE,
+    AuditRow,
+    Control,
+    Estimate,
+    check_confidence,
+    judge,
+)
 from secure_fvi.audits.worlds import Data, Shared, pooled, shortened
 from secure_fvi.columns import Columns
 from secure_fvi.driving import Books, build_guards
@@ -58,7 +68,11 @@ LOOKS = (0.25, 0.5, 1.0)
 #: The noise of the fault whose chance to be found each row tells.
 FAULT = 0.5
 _KINDS: tuple[Kind, ...] = ("dirac", "real")
-_METHODS: dict[Method, str] = {"clopper-pearson": "Clopper-Pearson", "gaussian": "Gaussian DP"}
+_METHODS: dict[Method, str] = {
+    "clopper-pearson": "Clopper-Pearson",
+    "gaussian": "Gaussian DP",
+    "normal": "normal scores",
+}
 _POWER_TRIALS = 100
 Told = Callable[[str], None]
 
@@ -150,7 +164,7 @@ def _several_runs_rows(setting: Setting, kind: Kind, runs: int, told: Told) -> l
     game = InOrOut(setting, kind)
     what = f"{'Dirac' if kind == 'dirac' else 'real'} {setting.privacy.unit} in or out"
     delta, claimed = setting.privacy.delta, float(game.claim["epsilon"])
-    methods = [m for m in _METHODS if not (m == "gaussian" and setting.sampled)]
+    methods = [m for m in _METHODS if m == "clopper-pearson" or not setting.sampled]
     found, made = Scores(np.zeros(0), np.zeros(0)), 0
     for made, confidence in looks(runs):
         found = found.more(game.scores(range(sum(map(len, found)), made), each=lambda: told(what)))
@@ -174,8 +188,9 @@ def _several_runs_rows(setting: Setting, kind: Kind, runs: int, told: Told) -> l
             assumption=b.assumption,
             runs=made,
             runs_at_most=runs,
-            rates=b.rates._asdict(),
+            **({} if b.rates is None else {"rates": b.rates._asdict()}),
             **({} if b.mu is None else {"mu": b.mu}),
+            **({"normal_p": normal_p(found)} if method == "normal" else {}),
         )
         for method, b in best.items()
     ]
@@ -254,19 +269,27 @@ def _words(missing: float) -> str:
 #   mu-Gaussian DP (Dong et al. 2022, Corollary 2.13). It is a bound only where the trade-off curve of the mechanism is
 #   that of a Gaussian, and then far stronger.
 #
-# Both methods need an upper bound on FPR and one on FNR, each at half the error that is allowed, so that both hold
-# together; the mirrored test needs no more than these two.
+# Both need an upper bound on FPR and one on FNR, each at half the error that is allowed, so that both hold together;
+# the mirrored test needs no more than these two.
+#
+# - `normal` (after Andrew et al., ICLR 2024, who read epsilon off normals that are fitted to canaries' scores): scores
+#   that are N(a, r^2) without and N(b, s^2) with the canary prove (b - a) / max(r, s)-Gaussian DP, by thresholds in the
+#   tail of the wider one. Two runs that differ in the canary alone, their noise made from one key, show b - a at once,
+#   and what is left is the spread of a normal, which a dozen runs tell.
 
-Method = Literal["clopper-pearson", "gaussian"]
+Method = Literal["clopper-pearson", "gaussian", "normal"]
 
 #: What must be true of the mechanism for the bound to be one, by method.
 ASSUMPTIONS: dict[Method, str] = {
     "clopper-pearson": "none",
     "gaussian": "the mechanism's trade-off curve is that of a Gaussian",
+    "normal": "scores are normal, with the canary and without it",
 }
 #: Share of the runs by which the threshold is chosen.
 OWN_SHARE = 0.2
 _GRID = 201
+#: Pairs of runs from which it is learnt what a canary moves.
+_PILOTS = 4
 
 
 class Rates(NamedTuple):
@@ -292,7 +315,7 @@ class Bound(NamedTuple):
     confidence: float
     method: Method
     assumption: str
-    rates: Rates
+    rates: Rates | None  # of the test, where the method has one
     mu: float | None = None  # of Gaussian DP, where the method has one
 
 
@@ -323,8 +346,8 @@ def bound_of_rates(rates: Rates, delta: float, method: Method, confidence: float
         raise InputError("a bound from several runs needs runs with the canary and runs without it")
     if not 0 <= delta < 1:
         raise InputError(f"delta must lie in [0, 1), not {delta}")
-    if method not in ASSUMPTIONS:
-        raise InputError(f"method '{method}' is unknown; choose {', '.join(ASSUMPTIONS)}")
+    if method not in ("clopper-pearson", "gaussian"):
+        raise InputError(f"method '{method}' is unknown; choose clopper-pearson, gaussian")
     fpr, fnr = rates.upper(confidence)
     if method == "gaussian":
         mu = max(0.0, float(norm.isf(fpr) - norm.ppf(fnr)))
@@ -339,8 +362,10 @@ def bound(
 ) -> Bound:
     """The bound from scores (T0,) of runs without the canary and (T1,) of runs with it, large where it seems in.
 
-    The first `OWN_SHARE` of each choose the threshold, the rest are counted.
+    The first `OWN_SHARE` of each choose the threshold, the rest are counted; of normals all are.
     """
+    if method == "normal":
+        return _bound_of_normals(outside, inside, delta, confidence)
     own_out, own_in = (int(OWN_SHARE * len(scores)) for scores in (outside, inside))
     if min(own_out, own_in) < 2:
         raise InputError(f"{len(outside)} runs without and {len(inside)} with the canary are too few; make 10 of each")
@@ -349,6 +374,28 @@ def bound(
     threshold = _threshold(outside[:own_out], inside[:own_in], sizes, delta, method, confidence)
     rates = Rates(int((rest_in > threshold).sum()), sizes[1], int((rest_out > threshold).sum()), sizes[0])
     return bound_of_rates(rates, delta, method, confidence)
+
+
+def _bound_of_normals(outside: FloatArray, inside: FloatArray, delta: float, confidence: float) -> Bound:
+    """The k-th runs without and with the canary are a pair, whose noise may be the same. Most of the error that is
+    allowed is for the two spreads (chi-squared); the rest is for the mean of the pairs' differences (Student)."""
+    check_confidence(confidence)
+    pairs, error = min(len(outside), len(inside)), 1 - confidence
+    if pairs < 5:
+        raise InputError(f"{len(outside)} runs without and {len(inside)} with the canary are too few; make 5 of each")
+    both = np.stack([outside[:pairs], inside[:pairs]])
+    gaps, freedom = both[1] - both[0], pairs - 1
+    gap = gaps.mean() - student.isf(error / 10, freedom) * gaps.std(ddof=1) / math.sqrt(pairs)
+    spread = both.std(1, ddof=1).max() * math.sqrt(freedom / chi2.ppf(0.45 * error, freedom))
+    mu = max(0.0, float(gap)) / max(float(spread), 1e-300)
+    mu = min(mu, _LARGEST_MU)
+    found = epsilon_of_gaussian(mu, delta)
+    return Bound(found, delta, confidence, "normal", ASSUMPTIONS["normal"], None, mu)
+
+
+def normal_p(scores: Scores) -> float:
+    """Shapiro and Wilk's p-value of the scores less their means, the smaller of the two: small, they are not normal."""
+    return min(float(shapiro(some[:5000]).pvalue) if np.ptp(some) > 0 else 1.0 for some in scores)
 
 
 def _threshold(
@@ -509,6 +556,7 @@ class Rig:
     def __init__(self, setting: Setting, silos: Sequence[Data], colluders: Sequence[str] = ()) -> None:
         """`colluders` leave out their noise."""
         self._colluders = frozenset(colluders)
+        self._secret = b"" if setting.simulated else os.urandom(32)
         self.server, self.engine, _ = setting.parties(silos)
         self._setting, self._program = setting, self.server.program
         self._programs = {name: silo.program for name, silo in self.engine.silos.items()}
@@ -521,7 +569,7 @@ class Rig:
         """A whole run. `noise`: a factor on the noise behind the claim's back, for controls. `programs` stand in front
         of the real ones of the silos that they name; what passes them meets the real gate."""
         server, silos, of = self.server, self.engine.silos, self._program
-        source = NoiseSource(key.encode() if self._setting.simulated else None)
+        source = NoiseSource(self._secret + key.encode())
 
         def with_noise(terms: Mapping[str, Terms], factor: float) -> dict[str, Terms]:
             return {p: replace(t, noise_multiplier=factor * t.noise_multiplier) for p, t in terms.items()}
@@ -532,7 +580,8 @@ class Rig:
             for t in (terms, with_noise(of.terms, 0.0))
         )
         idle = len(programs) == len(silos)  # no canary listens to what the server makes of a total
-        server.program, server._noise = _Watched(of, terms, watch, idle), source
+        server.program = _Watched(of, terms, watch, idle)
+        server._noise = _Counted(self._secret + key.encode(), server.state.last_index)
         clip = self.terms.settings.clipping_norm
         server.state = server.state._replace(algorithm=of.init(), accepted={}, answered={}, records=None, clip=clip)
         for name, silo in silos.items():
@@ -563,6 +612,17 @@ def start(silo: Silo, gate: Any, program: SiloProgram) -> None:
 
 def clip_of(message: Broadcast, terms: Terms) -> float:
     return message.scalars.get(CLIP, terms.settings.clipping_norm)
+
+
+class _Counted(NoiseSource):
+    """Of the server, whose indices go on from run to run: counted from the run's first."""
+
+    def __init__(self, key: bytes, last: int) -> None:
+        super().__init__(key)
+        self._last = last
+
+    def generator(self, party: str, number: int, *purpose: str) -> np.random.Generator:
+        return super().generator(party, number - self._last, *purpose)
 
 
 class _Watched:
@@ -738,6 +798,14 @@ class Scores(NamedTuple):
         return Scores(mixed[: len(self.outside)], mixed[len(self.outside) :])
 
 
+class Seen(NamedTuple):
+    """One noised number or more, of a run: what is left of it without the canary, the canary, and the noise."""
+
+    left: FloatArray
+    own: FloatArray
+    sd: float
+
+
 class Played(NamedTuple):
     """Of one run, by canary."""
 
@@ -827,13 +895,14 @@ class InOrOut:
                     silo, record = _longest(setting)
                 pair = _moved_last(setting.silos[silo], record)
                 worlds = [[d if j == silo else kept for j, kept in enumerate(setting.silos)] for d in pair[::-1]]
-            self._others = Shadow(setting, worlds[0], only=[j for j in range(len(worlds[0])) if j != silo])
-            self._shadows = [Shadow(setting, world, only=[silo]) for world in worlds]
-            if not self._by_silo and setting.by_gradients:  # what it does whatever the batch, alone in its silo
+            self._shadows = [Shadow(setting, worlds[0], only=[j for j in range(len(worlds[0])) if j != silo])]
+            if not self._by_silo:
+                self._shadows.append(Shadow(setting, worlds[0], only=[silo]))
+            if setting.sampled:  # what it does whatever the batch, alone in its silo
                 alone = {name: values[-1:] for name, values in worlds[1][silo].items()}
                 alone_there = [alone] * len(setting.silos)
                 free = replace(setting, privacy=_any_noise(setting.privacy))
-                self._shadows[1] = Shadow(free, alone_there, only=[silo], always=True)
+                self._shadows.append(Shadow(free, alone_there, only=[silo], always=True))
         colluders = colluding(setting, silo)
         without = Rig(setting, worlds[0], colluders)
         same = kind == "dirac" or self._by_silo
@@ -846,7 +915,7 @@ class InOrOut:
         return self._worlds[0].claim
 
     def scores(self, seeds: range, noise: float = 1.0, each: Callable[[], None] = lambda: None) -> Scores:
-        """One run a seed, with the canary where it is odd."""
+        """One run a seed, with the canary where it is odd; its noise is that of the even seed before it."""
         found: tuple[list[float], list[float]] = ([], [])
         for seed in seeds:
             found[seed % 2].append(self._score(seed, bool(seed % 2), noise))
@@ -854,10 +923,26 @@ class InOrOut:
         return Scores(np.array(found[0]), np.array(found[1]))
 
     def _score(self, seed: int, inside: bool, noise: float) -> float:
-        rig, score, squares = self._worlds[inside], 0.0, list[float]()
+        seen = self._play(f"{self.kind} {seed // 2} {noise}", seed, inside, noise)
+        if not self.setting.sampled:
+            seen = [s._replace(own=own) for s, own in zip(seen, self._learned, strict=True)]
+        if inside:
+            self._squares = [float(s.own @ s.own) / s.sd**2 for s in seen]
+        return sum(float(evidence(s.left @ s.own, s.own @ s.own, s.sd, self._rate)) for s in seen)
+
+    @functools.cached_property
+    def _learned(self) -> list[FloatArray]:
+        """By how much the canary moves what is left of each number, whoever's message it moves: the mean over runs with
+        it and without, of the same noise, that are used for nothing else."""
+        runs = [[self._play(f"pilot {k}", k, inside, 1.0) for k in range(_PILOTS)] for inside in (True, False)]
+        there, gone = (np.array([[seen.left for seen in run] for run in some]).mean(0) for some in runs)
+        return list(there - gone)
+
+    def _play(self, key: str, seed: int, inside: bool, noise: float) -> list[Seen]:
+        rig, found = self._worlds[inside], list[Seen]()
         programs: dict[str, Callable[[SiloProgram], Any]] = {}
         if self.kind == "real":
-            for shadow in (self._others, *self._shadows):
+            for shadow in self._shadows:
                 shadow.start()
             if self._by_silo and not inside:
                 programs = {self._silo: lambda program: Canaries(program, None)}
@@ -872,21 +957,14 @@ class InOrOut:
             }
 
         def watch(message: Broadcast, total: FloatArray) -> None:
-            nonlocal score
             sd = rig.noise_sd * clip_of(message, rig.terms)
-            left, own = (self._unexplained if self.kind == "real" else self._along)(rig, message, total)
-            score += float(evidence(left @ own, own @ own, sd, self._rate))
-            squares.append(float(own @ own) / sd**2)
-            kept = getattr(rig.engine.silos[self._silo].program, "kept", left[:0])
-            if len(kept):  # charged as if everyone saw it
-                moved = sign(message)
-                score += float(evidence(moved * (kept[0] + moved / 2), 1.0, rig.terms.noise_multiplier, 1.0))
-                squares.append(rig.terms.noise_multiplier**-2)
+            found.append(Seen(*(self._unexplained if self.kind == "real" else self._along)(rig, message, total), sd))
+            for silo in rig.engine.silos.values() if self.kind == "dirac" else ():
+                if len(silo.program.kept):  # charged as if everyone saw it
+                    found.append(Seen(silo.program.kept + sign(message) / 2, np.zeros(1), rig.terms.noise_multiplier))
 
-        rig.run(f"{self.kind} {seed} {noise}", watch, noise, programs)
-        if inside:
-            self._squares = squares
-        return score
+        rig.run(key, watch, noise, programs)
+        return found
 
     def power(self, factor: float, runs: int, method: Method) -> float:
         """The chance that a game of so many runs, its noise times `factor`, contradicts its claim at the last look: by
@@ -895,31 +973,30 @@ class InOrOut:
         squares, inside = np.array(self._squares), np.arange(runs) % 2 == 1
         for _ in range(_POWER_TRIALS):
             joined = (rng.random((runs, len(squares))) < self._rate) & inside[:, None]
-            inner = squares * joined + factor * np.sqrt(squares) * rng.standard_normal(joined.shape)
+            noise = rng.standard_normal(((runs + 1) // 2, len(squares))).repeat(2, 0)[:runs]
+            inner = squares * joined + factor * np.sqrt(squares) * noise
             scores = evidence(inner, squares, 1.0, self._rate).sum(1)
             made = bound(scores[~inside], scores[inside], self.setting.privacy.delta, method, looks(runs)[-1][1])
             found += made.epsilon > claimed
         return found / _POWER_TRIALS
 
     def _along(self, rig: Rig, message: Broadcast, total: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """What is left of a total without the canary, and what the canary adds to it, both (n,): along all coordinates
-        where it is all that a silo says, for each may be bounded alone; else along the first."""
+        """What is left of a total without the canary, and what that adds where it is in the batch, both (n,): along all
+        coordinates where it is all that a silo says, for each may be bounded alone; else along the first."""
         n = rig.terms.extent.shared if self._by_silo else 1
         own = np.full(n, sign(message) * rig.terms.norms(clip_of(message, rig.terms))[0] / math.sqrt(n))
         either_way = not (self._by_silo or self.setting.by_gradients)
         return total[:n] + own / 2 if either_way else total[:n], own
 
     def _unexplained(self, rig: Rig, message: Broadcast, total: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """What is left of a total without the canary, as the adversary works it out, and what that adds: (shared,)."""
-        left = total[: rig.terms.extent.shared] - self._others.total(message)
-        # Of noise at the server a silo's state knows nothing.
-        said = None if rig.terms.settings.noise == "server" else left
-        without, with_it = self._shadows
-        if self._by_silo:
-            return left, with_it.total(message, said)
-        before = without.total(message, said)
-        own = with_it.total(message) if self.setting.by_gradients else with_it.total(message, said) - before
-        return left - before, own
+        """What is left of a total without the canary, as the adversary works it out, and what that adds where it is in
+        the batch, zeros of what it has to learn: (shared,)."""
+        others, *own = self._shadows
+        left = total[: rig.terms.extent.shared] - others.total(message)
+        if not self._by_silo:
+            # Of noise at the server a silo's state knows nothing.
+            left = left - own[0].total(message, None if rig.terms.settings.noise == "server" else left)
+        return left, own[1].total(message) if self.setting.sampled else np.zeros(len(left))
 
 
 def evidence(inner: FloatArray, square: FloatArray | float, sd: float, rate: float) -> FloatArray:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Literal
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.optimize import brentq
+from scipy.stats import binom, norm
 
-from secure_fvi.audits.epsilon import Rates, bound, bound_of_rates, epsilon_of_gaussian
+from secure_fvi.audits.epsilon import Rates, Scores, bound, bound_of_rates, epsilon_of_gaussian, normal_p
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.accountants import epsilon
 from secure_fvi.privacy.events import Gaussian
@@ -76,6 +78,40 @@ def test_coverage_on_a_gaussian_mechanism(method: Literal["clopper-pearson", "ga
     assert above <= allowed
     # Of a truth of 4.37; the first method cannot see far into the tails with 160 runs.
     assert np.median(found) > (1.7 if method == "gaussian" else 0.5)
+
+
+@pytest.mark.parametrize(("sds", "paired"), [((1, 1), True), ((1, 1), False), ((1, 0.7), True), ((0.7, 1), False)])
+def test_coverage_of_normal_scores(sds: tuple[float, float], paired: bool) -> None:
+    """24 pairs of runs, also where the canary changes the spread: the truth is that of the best threshold. Pairs of the
+    same noise prove most of it, others hardly anything."""
+    rng, grid = np.random.default_rng(5), np.linspace(-30, 30, 60_001)
+
+    def delta(epsilon: float) -> float:
+        either = [
+            norm.sf(sign * (grid - gap) / s) - math.exp(epsilon) * norm.sf(sign * (grid - other) / r)
+            for (gap, s), (other, r) in itertools.permutations(((0.0, sds[0]), (1.0, sds[1])))
+            for sign in (1, -1)
+        ]
+        return float(np.max(either))
+
+    truth = brentq(lambda e: delta(e) - 1e-5, 0.1, 60)
+    found = []
+    for _ in range(REPEATS):
+        noise = rng.standard_normal((2, 24))
+        outside, inside = sds[0] * noise[0], 1 + sds[1] * noise[0 if paired else 1]
+        found.append(bound(outside, inside, 1e-5, "normal").epsilon)
+    above, allowed = _above(truth, found)
+    assert above <= allowed
+    if sds == (1, 1):
+        assert (np.median(found) > 0.6 * truth) == paired
+
+
+def test_scores_that_are_no_normals_prove_too_much_and_are_told() -> None:
+    """Randomised response with epsilon = 1, one answer a run: what assumes normals is no bound there."""
+    rng, right = np.random.default_rng(4), math.e / (1 + math.e)
+    outside, inside = ((rng.random(500) < rate).astype(float) for rate in (1 - right, right))
+    assert bound(outside, inside, 1e-5, "normal").epsilon > 1.5
+    assert normal_p(Scores(outside, inside)) < 1e-6
 
 
 def test_coverage_where_the_method_is_tight() -> None:
