@@ -51,6 +51,13 @@ class Control(NamedTuple):
     power: float | None = None  # of a positive control: probability that an audit of this size catches it
 
 
+class Scored(NamedTuple):
+    """What an attack that tells two kinds apart was right about."""
+
+    truth: FloatArray  # (B,) 1 and 0
+    scores: FloatArray  # (B,) large where it seems to be 1
+
+
 @dataclass(frozen=True)
 class AuditRow:
     """One line of audit.json. `low` and `high` bound the score with `CONFIDENCE`."""
@@ -67,9 +74,10 @@ class AuditRow:
     finding: Literal["leaks", "nothing found", "invalid"]
     nothing: float  # the score of guessing
     detail: dict[str, Any] = field(default_factory=dict)
+    scored: Scored | None = field(default=None, repr=False)  # of single records or runs: in exports alone
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "scored"}
 
 
 def judge(
@@ -80,6 +88,7 @@ def judge(
     positive: Control,
     negative: Control,
     nothing: float = 0.0,
+    scored: Scored | None = None,
     **detail: Any,
 ) -> AuditRow:
     """The row of an audit. Valid if the positive control lies above `nothing` and the negative one does not.
@@ -112,6 +121,7 @@ def judge(
         "invalid" if not valid else "leaks" if leaks else "nothing found",
         nothing,
         detail,
+        scored,
     )
 
 

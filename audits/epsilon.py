@@ -38,6 +38,7 @@ from secure_fvi.audits.base import (
     AuditRow,
     Control,
     Estimate,
+    Scored,
     check_confidence,
     judge,
 )
@@ -150,6 +151,7 @@ def _one_run_rows(setting: Setting, told: Told) -> list[AuditRow]:
                 functools.partial(game.power, each_side=sides[unit], method=method),
                 method=method,
                 assumption=best.assumption,
+                scored=Scored(found.inside.astype(np.float64), found.scores),
                 canaries=game.canaries,
                 guesses=best.guesses,
                 right=best.correct,
@@ -186,6 +188,7 @@ def _several_runs_rows(setting: Setting, kind: Kind, runs: int, told: Told) -> l
             functools.partial(game.power, runs=runs, method=method),
             method=method,
             assumption=b.assumption,
+            scored=Scored(np.arange(2).repeat([len(some) for some in found]).astype(np.float64), np.concatenate(found)),
             runs=made,
             runs_at_most=runs,
             **({} if b.rates is None else {"rates": b.rates._asdict()}),

@@ -24,6 +24,7 @@ from secure_fvi.audits.base import (
     Estimate,
     Groups,
     Knowledge,
+    Scored,
     judge,
 )
 from secure_fvi.audits.features import Seen, from_both, from_messages, from_totals, messages_of, totals_of
@@ -36,7 +37,7 @@ from secure_fvi.audits.scores import (
     power_of_advantage,
     r_squared,
     ridge,
-    tpr_at_fpr,
+    told_at,
 )
 from secure_fvi.audits.worlds import (
     MASKED,
@@ -53,6 +54,7 @@ from secure_fvi.audits.worlds import (
     silent,
 )
 from secure_fvi.errors import InputError
+from secure_fvi.privacy.accountants import of_group
 
 _LOOKS: dict[str, Knowledge] = {"messages and totals": from_both, "totals alone": from_totals}
 Told = Callable[[str], None]
@@ -124,10 +126,11 @@ class LatentStudies:
     def game(self, protection: Protection) -> list[AuditRow]:
         """One record's two candidates."""
         detail: dict[str, Any] = {"rounds": self.bench.rounds, "silo_records": self.bench.sizes[0]}
-        privacy = protection.privacy
+        privacy, allowed = protection.privacy, None
         if privacy is not None and privacy.epsilon is not None:
             detail["bound"] = bound(privacy.epsilon, privacy.delta)
-        return game_rows(protection.name, self._played(protection), self._played(PLAIN), **detail)
+            allowed = of_group(privacy.epsilon, privacy.delta, 2)
+        return game_rows(protection.name, self._played(protection), self._played(PLAIN), allowed, **detail)
 
     def _played(self, protection: Protection) -> Plays:
         if protection.name not in self._plays:
@@ -249,14 +252,17 @@ def bound(epsilon: float, delta: float) -> float:
     """
     if epsilon > 300:
         return 1.0
-    twice, failing = 2 * epsilon, (1 + math.exp(epsilon)) * delta
+    twice, failing = of_group(epsilon, delta, 2)
     return min(1.0, (math.expm1(twice) + 2 * failing) / (math.exp(twice) + 1))
 
 
-def game_rows(protection: str, plays: Plays, unprotected: Plays, fpr: float = 0.1, **detail: Any) -> list[AuditRow]:
-    """Advantage for each way to look at the runs, with AUC and the true-positive rate at `fpr` in the detail.
+def game_rows(
+    protection: str, plays: Plays, unprotected: Plays, allowed: tuple[float, float] | None = None, **detail: Any
+) -> list[AuditRow]:
+    """Advantage for each way to look at the runs, with AUC and true-positive rates in the detail.
 
-    `unprotected`: the same game under plain sums, whose `messages` are the positive control of every way to look.
+    allowed: the (epsilon, delta) of a replaced record. `unprotected`: the same game under plain sums, whose `messages`
+    are the positive control of every way to look.
     """
     strongest = guess(unprotected, "messages and totals")
     caught = strongest.advantage()
@@ -266,8 +272,7 @@ def game_rows(protection: str, plays: Plays, unprotected: Plays, fpr: float = 0.
     for look in plays.features:
         found = guess(plays, look)
         area = auc(found.truth, found.scores, found.truth)
-        rate = tpr_at_fpr(found.truth, found.scores, fpr).rate
-        more = {"trials": found.trials, "auc": list(area), f"tpr_at_fpr_{fpr:g}": list(rate), **detail}
+        more = {"trials": found.trials, "auc": list(area), **told_at(found.truth, found.scores, allowed), **detail}
         out.append(
             judge(
                 f"which of two values, by ridge: {look}",
@@ -276,6 +281,7 @@ def game_rows(protection: str, plays: Plays, unprotected: Plays, fpr: float = 0.
                 found.advantage(),
                 Control(caught, "the same game under plain sums, from messages and totals", power),
                 Control(nothing, "plain sums, with the coins tossed again"),
+                scored=Scored(found.truth, found.scores),
                 **more,
             )
         )

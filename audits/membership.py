@@ -26,9 +26,8 @@ from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, judge
-from secure_fvi.audits.scores import auc, tpr_at_fpr
-from secure_fvi.audits.vertical import auc_bound
+from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, Scored, judge
+from secure_fvi.audits.scores import auc, auc_bound, told_at
 from secure_fvi.audits.worlds import Data
 from secure_fvi.compiled import Traced
 from secure_fvi.discovery import read_layout
@@ -161,7 +160,6 @@ _ROUNDS = 600  # of the audited fit, as many as the references have steps
 _SILOS = 3
 #: How often each member counts in the positive control's posterior.
 _COPIES = 10
-_FPR = 0.1
 
 
 def membership_rows(
@@ -197,9 +195,8 @@ def membership_rows(
     rows = []
     for name, privacy in (("none", None), *private):
         told(f"{name}: a released posterior")
-        bound = (
-            {} if privacy is None or privacy.epsilon is None else {"bound": auc_bound(privacy.epsilon, privacy.delta)}
-        )
+        allowed = None if privacy is None or privacy.epsilon is None else (privacy.epsilon, privacy.delta)
+        bound = {} if allowed is None else {"bound": auc_bound(*allowed)}
         released = _released(model, pool, member, privacy, attack)
         for kind, guesses in attacks.items():
             truth, scores = member.astype(np.float64), guesses(released)
@@ -215,7 +212,8 @@ def membership_rows(
                     records=attack.size,
                     references=_REFERENCES,
                     **bound,
-                    **{f"tpr_at_fpr_{_FPR:g}": list(tpr_at_fpr(truth, scores, _FPR).rate)},
+                    scored=Scored(truth, scores),
+                    **told_at(truth, scores, allowed),
                 )
             )
     return rows

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits import epsilon
 from secure_fvi.audits.base import CONFIDENCE, AuditRow
 from secure_fvi.files import write_atomically
@@ -44,6 +48,62 @@ def write(rows: Sequence[AuditRow], about: dict[str, Any], directory: Path) -> N
         forest=_forest(found["leaks"]) if found["leaks"] else None,
     )  # fmt: skip
     write_atomically(directory / "audit.html", text.encode())
+
+
+#: False-positive rates at which LeakPro's results state true-positive rates.
+_LEAKPRO_RATES = (0.0, 0.0001, 0.001, 0.01, 0.1)
+#: Of a file's name, and what stands for anything else.
+_UNSAFE = re.compile(r"[^A-Za-z0-9]+")
+
+
+def export(rows: Sequence[AuditRow], about: dict[str, Any], directory: Path) -> int:
+    """Write each row that tells two kinds apart as other auditors keep an attack's result; how many there were.
+
+    leakpro/NAME.json: what LeakPro's `MIAResult.load` reads. privacy_meter/attack_result_K.npz: the arrays of Privacy
+    Meter's report folder. Both hold one score and one truth for each record or run that was attacked.
+    """
+    found = [row for row in rows if row.scored is not None]
+    for folder in ("leakpro", "privacy_meter"):
+        (directory / folder).mkdir(parents=True, exist_ok=True)
+    for place, row in enumerate(found):
+        assert row.scored is not None
+        truth, scores = row.scored
+        inside, outside = int((truth > 0.5).sum()), int((truth <= 0.5).sum())
+        ends = np.flatnonzero(np.diff(np.sort(scores)[::-1], append=-np.inf)) + 1  # a threshold below each score
+        hits = np.concatenate([[0], np.cumsum(truth[np.argsort(-scores, kind="stable")] > 0.5)[ends - 1]])
+        alarms = np.concatenate([[0], ends]) - hits
+        tpr, fpr = hits / inside, alarms / outside
+        area = float(np.diff(fpr) @ (tpr[1:] + tpr[:-1]) / 2)
+
+        def at(rate: float, tpr: FloatArray = tpr, fpr: FloatArray = fpr) -> float:
+            return float(tpr[fpr <= rate].max())
+
+        name = _UNSAFE.sub("-", f"{place} {row.attack} {row.protection}").strip("-")
+        result = {
+            "result_name": row.attack,
+            "result_type": "MIAResult",
+            "id": name,
+            "tpr": tpr.tolist(),
+            "fpr": fpr.tolist(),
+            "roc_auc": area,
+            "accuracy": ((hits + outside - alarms) / len(truth)).tolist(),
+            "fixed_fpr": {f"TPR@{100 * rate:.8g}%FPR": at(rate) for rate in _LEAKPRO_RATES},
+            "signal_values": scores.tolist(),
+            "true_labels": truth.astype(int).tolist(),
+            "config": {"tool": "secure-fvi", "about": about, "row": row.to_json()},
+            "tp": hits.tolist(),
+            "fp": alarms.tolist(),
+            "tn": (outside - alarms).tolist(),
+            "fn": (inside - hits).tolist(),
+        }
+        write_atomically(directory / "leakpro" / f"{name}.json", json.dumps(result).encode())
+        arrays = io.BytesIO()
+        np.savez(
+            arrays, fpr=fpr, tpr=tpr, auc=area, one_fpr=at(0.01), one_tenth_fpr=at(0.001), zero_fpr=at(0.0),
+            scores=scores, memberships=truth > 0.5,
+        )  # fmt: skip
+        write_atomically(directory / "privacy_meter" / f"attack_result_{place}.npz", arrays.getvalue())
+    return len(found)
 
 
 def _notes(row: AuditRow) -> list[str]:

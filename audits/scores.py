@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import beta, binom, norm, rankdata
@@ -115,6 +115,46 @@ def tpr_at_fpr(truth: FloatArray, guesses: FloatArray, fpr: float, confidence: f
     k = math.floor(fpr * (len(outside) + 1) + 1e-9)
     threshold = float(outside[-k]) if k else math.inf
     return RateAt(proportion(int((inside > threshold).sum()), len(inside), confidence), fpr, threshold)
+
+
+# ---- What (epsilon, delta) allows any test ----
+
+#: False-positive rates at which true-positive rates are stated beside what is allowed, where rows are enough for it.
+RATES = (0.01, 0.1)
+#: An epsilon above it excludes nothing, and its exponential would leave double precision.
+_EXCLUDES = 300.0
+
+
+def tpr_bound(epsilon: float, delta: float, fpr: float) -> float:
+    """Largest true-positive rate of any test between neighbours at a false-positive rate of `fpr`."""
+    if epsilon > _EXCLUDES:
+        return 1.0
+    return min(1.0, delta + math.exp(epsilon) * fpr, 1 - math.exp(-epsilon) * (1 - delta - fpr))
+
+
+def auc_bound(epsilon: float, delta: float) -> float:
+    """Largest AUC of any test between neighbours.
+
+    The ROC curve lies under min(delta + e^eps x, 1 - e^-eps (1 - delta - x)), whose area this is.
+    """
+    return 1 - (1 - delta) ** 2 / (1 + math.exp(min(epsilon, _EXCLUDES)))
+
+
+def told_at(truth: FloatArray, guesses: FloatArray, allowed: tuple[float, float] | None) -> dict[str, Any]:
+    """For a row's detail: true-positive rates at `RATES`, under an (epsilon, delta) beside what its trade-off curve
+    allows, and the same as a note in words."""
+    detail, words = dict[str, Any](), list[str]()
+    for rate in RATES:
+        found, _, threshold = tpr_at_fpr(truth, guesses, rate)
+        if threshold == math.inf:  # too few rows for so low a rate
+            continue
+        detail[f"tpr_at_fpr_{rate:g}"] = list(found)
+        word = f"at a false-positive rate of {rate:g}: {found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+        if allowed is not None:
+            most = detail[f"tpr_bound_at_fpr_{rate:g}"] = tpr_bound(*allowed, rate)
+            word += f", at most {most:.2f} under epsilon {allowed[0]:.3g}"
+        words.append(word)
+    return detail | {"note": "True-positive rate " + "; ".join(words or ["of too few rows"]) + "."}
 
 
 def r_squared(truth: FloatArray, guesses: FloatArray, groups: Groups, confidence: float = CONFIDENCE) -> Estimate:

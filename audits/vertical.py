@@ -11,7 +11,6 @@ members     who takes part. By matching: of its own list a party is told by desi
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,15 +26,16 @@ from secure_fvi.aggregation.base import FloatArray, SecureSum, carry
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.algorithms.vertical import AUXILIARY_PHASE, Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
-from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
+from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, Estimate, Scored, judge
 from secure_fvi.audits.features import contributions_in_clear
-from secure_fvi.audits.scores import auc, cross_fitted, r_squared, ridge, tpr_at_fpr
+from secure_fvi.audits.scores import auc, auc_bound, cross_fitted, r_squared, ridge, told_at
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.audits.worlds import Recorder
 from secure_fvi.column_silo import VerticalLocalPosterior
 from secure_fvi.columns import Columns
 from secure_fvi.errors import InputError
 from secure_fvi.models.vertical_programs import VerticalDataset
+from secure_fvi.privacy.accountants import of_group
 from secure_fvi.privacy.settings import DP
 
 #: Ways to read labels off the pulls.
@@ -165,8 +165,6 @@ def column_rows(protection: str, world: World, control: World) -> list[AuditRow]
 
 #: Of 2 x so many people each place has two, and a coin says which of them takes part.
 LEAST_PEOPLE = 80
-#: False-positive rates at which true-positive rates are stated beside their bounds, where places are enough for it.
-RATES = (0.01, 0.1)
 _FOLDS = 5
 _LEAST_VARIANCE = 1e-9  # of what is left of a total, in the total's own variance
 
@@ -238,29 +236,19 @@ def guess_members(game: Game) -> FloatArray:
 
 
 def member_row(protection: str, game: Game, control: Game, epsilon: float | None, delta: float) -> AuditRow:
-    """The ratio's AUC, and its true-positive rates at `RATES`, beside what (epsilon, delta) allows; `control` is the
-    same game without privacy. Of m institutions a person is a group of m records."""
+    """The ratio's AUC, and its true-positive rates at low false-positive rates, beside what (epsilon, delta) allows;
+    `control` is the same game without privacy. Of m institutions a person is a group of m records."""
     whole, count = game.institutions > 1, game.institutions
     scores, coins = guess_members(game), game.coins.astype(np.float64)
     places = np.arange(len(coins))
     caught = auc(control.coins.astype(np.float64), guess_members(control), np.arange(len(control.coins)))
     again = np.random.default_rng(4).permutation(coins)
     detail: dict[str, Any] = {"institutions": count}
-    words = []
-    bounded = epsilon is not None and game.guarded
-    if bounded:
-        of_group = group_terms(epsilon or 0.0, delta, count)
-        detail |= {"bound": auc_bound(*of_group), "epsilon": of_group[0], "delta": of_group[1]}
-    for rate in RATES:
-        found, _, threshold = tpr_at_fpr(coins, scores, rate)
-        if threshold == math.inf:  # too few places for so low a rate
-            continue
-        detail[f"tpr_at_fpr_{rate:g}"] = list(found)
-        word = f"at a false-positive rate of {rate:g}: {found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
-        if bounded:
-            detail[f"tpr_bound_at_fpr_{rate:g}"] = tpr_bound(*of_group, rate)
-            word += f", at most {tpr_bound(*of_group, rate):.2f} under epsilon {of_group[0]:.3g}"
-        words.append(word)
+    allowed = None
+    if epsilon is not None and game.guarded:
+        allowed = of_group(epsilon, delta, count)
+        detail |= {"bound": auc_bound(*allowed), "epsilon": allowed[0], "delta": allowed[1]}
+    told = told_at(coins, scores, allowed)
     return judge(
         f"membership, totals: {'all of a person' if whole else 'its columns at one silo'}",
         protection,
@@ -269,21 +257,10 @@ def member_row(protection: str, game: Game, control: Game, epsilon: float | None
         Control(caught, "the same game without privacy"),
         Control(auc(again, scores, places, CONTROL_CONFIDENCE), "coins tossed again"),
         0.5,
-        note="True-positive rate " + "; ".join(words or ["of too few places"]) + ".",
+        scored=Scored(coins, scores),
         **detail,
+        **told,
     )
-
-
-def group_terms(epsilon: float, delta: float, records: int) -> tuple[float, float]:
-    """(epsilon, delta) of so many records that change together."""
-    if epsilon == 0:
-        return 0.0, min(1.0, records * delta)
-    return records * epsilon, min(1.0, delta * math.expm1(records * epsilon) / math.expm1(epsilon))
-
-
-def tpr_bound(epsilon: float, delta: float, fpr: float) -> float:
-    """Largest true-positive rate of any test between neighbours at a false-positive rate of `fpr`."""
-    return min(1.0, delta + math.exp(epsilon) * fpr, 1 - math.exp(-epsilon) * (1 - delta - fpr))
 
 
 MATCHING = "private matching"
@@ -341,6 +318,7 @@ def matching_rows(seed: int = 0) -> list[AuditRow]:
                     if at is listed
                     else "Of all parties but one, which pool what they have and try everything that they were sent."
                 ),
+                scored=Scored(truth[at], by_matching[at]),
                 identifiers=int(at.sum()),
             )
         )
@@ -390,14 +368,6 @@ def _flat(data: VerticalDataset, silo: str, who: npt.NDArray[np.int64]) -> Float
     else:
         known = list(data.silos[silo].values())
     return np.concatenate([v[who].reshape(len(who), -1).to(torch.float64).numpy() for v in known], 1)
-
-
-def auc_bound(epsilon: float, delta: float) -> float:
-    """Largest AUC of any test between two values of one label under (epsilon, delta)-DP for its replacement.
-
-    The ROC curve lies under min(delta + e^eps x, 1 - e^-eps (1 - delta - x)), whose area this is.
-    """
-    return 1 - (1 - delta) ** 2 / (1 + math.exp(epsilon))
 
 
 def _label_score(attack: str, world: World, labels: FloatArray, confidence: float = 0.95) -> Estimate:

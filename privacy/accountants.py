@@ -96,6 +96,21 @@ def best_guess(epsilon: float, delta: float) -> float:
     return (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
 
 
+def of_group(epsilon: float, delta: float, records: int) -> tuple[float, float]:
+    """(epsilon, delta) of so many records that change together, where one has these (Vadhan 2017, Lemma 2.2)."""
+    if epsilon == 0:
+        return 0.0, min(1.0, records * delta)
+    if records * epsilon > _LARGEST_LOSS:
+        return records * epsilon, 1.0
+    return records * epsilon, min(1.0, delta * math.expm1(records * epsilon) / math.expm1(epsilon))
+
+
+def of_each(epsilon: float, delta: float, records: int) -> tuple[float, float]:
+    """What a record alone may have, so that `of_group` of so many is (epsilon, delta)."""
+    shares = math.expm1(-epsilon / records) / math.expm1(-epsilon)  # without an exponential that may be too large
+    return epsilon / records, delta * math.exp(epsilon / records - epsilon) * shares
+
+
 def check_accountant(accountant: str) -> None:
     if accountant not in ACCOUNTANTS:
         raise InputError(f"unknown accountant '{accountant}'; known are {', '.join(ACCOUNTANTS)}")

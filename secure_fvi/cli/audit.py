@@ -42,6 +42,7 @@ def _count(name: str, default: int, least: int, about: str) -> Callable[..., Any
 @click.option("--attribute", metavar="NAME[:COLUMN[:COMPLEMENT]]", help="Of a record, to infer: a yes or no.")
 @_count("--workers", min(2, os.cpu_count() or 1), 1, "Processes to attack in.")
 @click.option("--real-data", is_flag=True, help="The data are real, and the institutions agree to an audit of them.")
+@click.option("--export", "exported", is_flag=True, help="Scores too, in the files of LeakPro and Privacy Meter.")
 @click.option("--quiet", is_flag=True, help="No progress, no table.")
 def audit(
     attacks: tuple[str, ...],
@@ -51,6 +52,7 @@ def audit(
     epsilons: tuple[float, ...],
     delta: float,
     workers: int,
+    exported: bool,
     quiet: bool,
     **ordered: Any,
 ) -> None:
@@ -68,7 +70,7 @@ def audit(
 
     from secure_fvi import __version__
     from secure_fvi.audits.matrix import Order, attacked, check, is_simulated, own_protections, protections
-    from secure_fvi.audits.report import table, write
+    from secure_fvi.audits.report import export, table, write
     from secure_fvi.errors import InputError
     from secure_fvi.files import check_folder
 
@@ -109,9 +111,12 @@ def audit(
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
     write(rows, about, out)
+    count = export(rows, about, out) if exported else 0
     if not quiet:
         click.echo(table(rows))
         click.echo(f"report: {out / 'audit.html'} ({seconds:.0f} s)")
+        if exported:
+            click.echo(f"{count} of {len(rows)} rows tell two kinds apart: {out / 'leakpro'}, {out / 'privacy_meter'}")
 
 
 def _why(subject: Subjects, name: str) -> str:

@@ -54,7 +54,7 @@ def test_what_is_attacked_is_the_jobs_own_sum_and_its_own_privacy() -> None:
 @pytest.mark.slow
 def test_the_files_of_an_audit(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "audit"
-    assert run(str(config), "--attack", "game", "--trials", "60", "--epsilon", "1", "--out", str(out)) == 0
+    assert run(str(config), "--attack", "game", "--trials", "60", "--epsilon", "1", "--export", "--out", str(out)) == 0
     content = json.loads((out / "audit.json").read_text())
     rows = content["rows"]
     assert all(row.keys() >= KEYS for row in rows)
@@ -66,6 +66,8 @@ def test_the_files_of_an_audit(config: Path, tmp_path: Path, capsys: pytest.Capt
     page = (out / "audit.html").read_text()
     assert "http" not in page.replace("http://www.w3.org", "")
     assert all(row["attack"] in page for row in rows)
+    assert "under epsilon 2." in page  # of a record that is replaced, two
+    assert len(list((out / "leakpro").iterdir())) == len(list((out / "privacy_meter").iterdir())) == len(rows)
     assert "which of two values" in capsys.readouterr().out
 
 

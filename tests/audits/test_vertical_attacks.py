@@ -16,26 +16,23 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.vertical import Bernoulli, Vertical, shared_batch
 from secure_fvi.algorithms.vertical.likelihoods import slopes
-from secure_fvi.audits.scores import auc
+from secure_fvi.audits.scores import RATES, auc, auc_bound, tpr_bound
 from secure_fvi.audits.vertical import (
     LABEL_ATTACKS,
-    RATES,
     Game,
     World,
-    auc_bound,
     column_rows,
-    group_terms,
     guess_labels,
     label_rows,
     matching_rows,
     member_row,
     play,
     record,
-    tpr_bound,
 )
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.vertical_programs import VerticalDataset, linear, make_data
+from secure_fvi.privacy.accountants import of_group
 
 EPSILON, DELTA = 1.0, 1e-5
 
@@ -171,9 +168,9 @@ def test_true_positives_stay_under_the_curve() -> None:
         assert tpr_bound(epsilon, 0.0, 1 - right) == pytest.approx(right)
         assert tpr_bound(epsilon, 0.0, 0.0) == 0.0
         assert tpr_bound(epsilon, 0.1, 1.0) == 1.0
-    assert group_terms(1.0, 1e-5, 1) == pytest.approx((1.0, 1e-5))
-    assert group_terms(0.5, 1e-5, 3) == pytest.approx((1.5, 1e-5 * (1 + np.exp(0.5) + np.exp(1.0))))
-    assert group_terms(0.0, 0.4, 3) == (0.0, 1.0)
+    assert of_group(1.0, 1e-5, 1) == pytest.approx((1.0, 1e-5))
+    assert of_group(0.5, 1e-5, 3) == pytest.approx((1.5, 1e-5 * (1 + np.exp(0.5) + np.exp(1.0))))
+    assert of_group(0.0, 0.4, 3) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (1.0, 1e-3), (4.0, 0.05)])
