@@ -72,6 +72,7 @@ class Report:
     accountant: str
     accountant_version: str
     composition: str
+    adversary: str
     budget: dict[str, Any]
     remaining: float
     best_guess: float  # see `accountants.best_guess`, at what bounds all jobs
@@ -125,6 +126,7 @@ def make_report(of: Account) -> Report:
         accountant_version=f"secure-fvi {version('secure-fvi')} (Renyi DP; jobs alone: dp-accounting "
         f"{version('dp-accounting')})",
         composition=composition(budgets, _kinds(record.job.description for record in of.jobs)),
+        adversary=adversary([_facts(record.job) for record in of.jobs]),
         budget={
             "epsilon": of.budget.epsilon,
             "delta": of.budget.delta,
@@ -263,6 +265,24 @@ def adjacency(unit: str, described: Sequence[Mapping[str, Any]] = ()) -> str:
     )
 
 
+def adversary(jobs: Sequence[Mapping[str, Any]]) -> str:
+    """Against whom the numbers hold, and whether the number of records is among what jobs told (see `_facts`)."""
+    placed = {job["noise"] for job in jobs}
+    most = [job["colluders"] for job in jobs if job["noise"] == "distributed" and isinstance(job["colluders"], int)]
+    said = (
+        "The numbers hold against whoever sees everything that was released, knows all other data and chooses what the "
+        "institution is asked"
+    )
+    if most:
+        said += f", with up to {min(most)} other institution{'s' * (min(most) != 1)} in league"
+    if "server" in placed:
+        said += ", but not against the server of jobs whose noise it adds itself"
+    counted = any("number of records" in (job["public"] or ()) for job in jobs)
+    return f"{said}. The number of records of this data set " + (
+        "was declared public by a job." if counted else "was not released, and this report does not know it."
+    )
+
+
 def _kinds(described: Iterable[Mapping[str, Any]]) -> int:
     """How many kinds of neighbours jobs have that are `described` so in the ledger; one that says nothing has any."""
     told = {(about.get("adjacency"), about.get("record")) for about in described}
@@ -277,8 +297,8 @@ def composition(budgets: Sequence[Budget], kinds: int = 1) -> str:
     held = (
         f"total fits. The budget was changed after the first job (epsilon {epsilons}; delta {deltas}): all jobs so far "
         f"are within {bound}, the largest epsilon and the sum of the deltas of these {len(budgets)} budgets, provided "
-        "that their changes did not depend on results. What is asked later is bounded by it only if nobody changes the "
-        "budget again."
+        "that their changes did not depend on results; where one did, no theorem covers them. What is asked later is "
+        "bounded by it only if nobody changes the budget again."
         if len(budgets) > 1
         else f"total fits: whatever was and will be asked, all jobs that are charged here are together within {bound}."
     )
@@ -461,6 +481,7 @@ def report_text(report: Report) -> str:
         "",
         *_table(report.jobs),
         *_wrapped(report.composition),
+        *_wrapped(report.adversary),
         "",
         "Not covered:",
         *(line for item in report.not_covered for line in _wrapped(item, "  - ", "    ")),

@@ -69,7 +69,7 @@ from secure_fvi.results import (
     revived,
     write_result,
 )
-from secure_fvi.server import Server
+from secure_fvi.server import Server, linked
 from secure_fvi.silo import Silo
 from secure_fvi.trees import Params, to_numpy
 
@@ -337,6 +337,9 @@ def _claim(server: Any, labels: bool) -> dict[str, Any] | None:
     if found is not None:
         found["sds"] = {"count_noise": False, "because": "it is not worked out how far noise moves vertical runs"}
         found["protects"] = "a person's columns at one silo" + (", and the response" if labels else "")
+        if labels and "linked" in found:
+            held, whose = found["linked"]["records"] + 1, f"{found['linked']['whose']} and its response"
+            found["linked"] = linked(found["epsilon"], found["delta"], held, whose)
     return found
 
 

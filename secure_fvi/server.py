@@ -19,7 +19,7 @@ from secure_fvi.errors import AggregationError
 from secure_fvi.messages import ROUND, SUM, encode_broadcast, question_digest
 from secure_fvi.privacy.events import Composed
 from secure_fvi.privacy.gate import NoiseSource, curated
-from secure_fvi.privacy.terms import Terms, description
+from secure_fvi.privacy.terms import REPLACE, Terms, description
 
 T = TypeVar("T")
 
@@ -169,14 +169,29 @@ def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
     """Unit, epsilon and delta of all releases of a job, the mechanism's numbers and what was declared public."""
     from secure_fvi.privacy.accountants import epsilon
 
-    settings = next(iter(terms.values())).settings
+    first = next(iter(terms.values()))
+    settings = first.settings
     job = Composed(tuple(t.job for t in terms.values()))
     by_rdp = epsilon(job, settings.delta, "rdp")
     exact = by_rdp < _MEANINGFUL and not any(t.resolution for t in terms.values())
-    return {
+    spent = epsilon(job, settings.delta, "pld") if exact else by_rdp
+    found = {
         "unit": settings.unit,
-        "epsilon": epsilon(job, settings.delta, "pld") if exact else by_rdp,
+        "epsilon": spent,
         "delta": settings.delta,
         "accountant": "pld" if exact else "rdp",
         **description(terms, noise),
     }
+    if first.adjacency == REPLACE:
+        found["linked"] = linked(spent, settings.delta, first.cohort, f"a person's columns at all {first.cohort} silos")
+    elif settings.unit == "record":
+        found["linked"] = linked(spent, settings.delta, 2, "someone who has two records, as in two silos")
+    return found
+
+
+def linked(epsilon: float, delta: float, records: int, whose: str) -> dict[str, Any]:
+    """What a job guarantees for so many records together, which meet one noise: group privacy."""
+    from secure_fvi.privacy.accountants import of_group
+
+    together = of_group(epsilon, delta, records)
+    return {"whose": whose, "records": records, "epsilon": together[0], "delta": together[1]}

@@ -123,6 +123,13 @@ budget.add_command(verify)
 @click.option("--retries", type=int, default=20, show_default=True, help="Sums held in reserve, charged like rounds.")
 @click.option("--dimension", type=int, default=1000, show_default=True, help="Numbers in a release (distributed).")
 @click.option("--records", type=int, help="Size of the population; warns when delta is too large for it.")
+@click.option(
+    "--linked",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Records of one person at most, as in so many silos; epsilon and delta are then of all of them.",
+)
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def plan(dimension: int, records: int | None, form: str, **asked: Any) -> None:
     """Solve for the one of epsilon, sampling rate, rounds and noise multiplier that is left out.
@@ -181,10 +188,12 @@ class Asked(NamedTuple):
     dropouts: int
     colluders: int
     retries: int
+    linked: int
 
 
 def _solve(asked: Asked, dimension: int, records: int | None, form: str) -> None:
     """Solve and print. Raises InputError for numbers out of range and for options that contradict each other."""
+    from secure_fvi.privacy.accountants import of_each
     from secure_fvi.privacy.ledger_terms import warn_of_large_delta
     from secure_fvi.privacy.plan import plan
 
@@ -196,6 +205,12 @@ def _solve(asked: Asked, dimension: int, records: int | None, form: str) -> None
             f"distributed noise is Skellam noise on vectors, for which '{asked.accountant}' has no bound; "
             "use ledger or rdp"
         )
+    whole = asked
+    if asked.linked > 1:
+        if asked.epsilon is None:
+            raise InputError("--linked divides an epsilon among a person's records: give --epsilon")
+        each = of_each(asked.epsilon, asked.delta, asked.linked)
+        asked = asked._replace(epsilon=each[0], delta=each[1])
     rate = asked.sampling_rate
     if asked.unit == "silo":
         if rate is not None and rate != 1:
@@ -222,10 +237,16 @@ def _solve(asked: Asked, dimension: int, records: int | None, form: str) -> None
             "best_guess": found.best_guess,
             **placement,
             **spread,
+            **({"linked": {"records": whole.linked, "delta": whole.delta}} if whole.linked > 1 else {}),
         }
         click.echo(json.dumps(result, indent=2))
     else:
         click.echo(_text(found, asked, spread))
+        if whole.linked > 1:
+            click.echo(
+                f"Of one record: give a run these. Someone with up to {whole.linked} of them, as in so many silos, has "
+                f"epsilon {whole.epsilon:g} at delta {whole.delta:g} in all, by group privacy."
+            )
         if _on_the_lattice(asked):
             click.echo(f"The noise is that of releases of {dimension:,} numbers (--dimension); longer ones need more.")
 

@@ -1,14 +1,17 @@
 """`budget plan` and `budget report`: the agreed JSON, one line for bad input, nothing half-written."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from scipy.stats import norm
 
 from secure_fvi.errors import BudgetError
 from secure_fvi.privacy import accountants
+from secure_fvi.privacy.accountants import of_group
 from secure_fvi.privacy.events import Gaussian, PoissonSampled, Repeated
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
 from secure_fvi.privacy.settings import RecordDP, SiloDP
@@ -27,6 +30,32 @@ def test_plan_solves_for_the_noise(cli: CommandLine) -> None:
     event = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40 + found["retries"])
     assert found["epsilon"] == accountants.epsilon(event, 1e-5, "ledger") <= 1
     assert accountants.epsilon(event, 1e-5, "pld") < found["epsilon"]
+
+
+def test_a_plan_for_linked_records_keeps_the_epsilon_of_all_of_them(cli: CommandLine) -> None:
+    """Three records of one person move a Gaussian sum by three norms: its exact delta at the epsilon that was asked for
+    is below the one asked for. The control is the noise that is planned for one record."""
+    given = (*BASE, "--epsilon", "1", "--sampling-rate", "1", "--rounds", "40", "--retries", "0", "--noise", "silo")
+
+    def delta_of_three(*options: str) -> float:
+        found = json.loads(cli(*given, *options, "--format", "json").out)
+        return group_delta(3 * math.sqrt(40) / found["noise_multiplier"], 1.0)
+
+    assert 1e-7 < delta_of_three("--linked", "3") <= 1e-5
+    assert delta_of_three() > 1e-3
+    one = json.loads(cli(*given, "--linked", "3", "--format", "json").out)
+    assert of_group(1 / 3, one["delta"], 3) == pytest.approx((1.0, 1e-5))
+    assert one["epsilon"] <= 1 / 3
+    assert one["linked"] == {"records": 3, "delta": 1e-5}
+    said = cli(*given, "--linked", "3").out
+    assert "Someone with up to 3 of them, as in so many silos, has epsilon 1 at delta 1e-05 in all" in said
+    refused = cli(*BASE, "--noise-multiplier", "5", "--sampling-rate", "1", "--rounds", "40", "--linked", "2")
+    assert (refused.code, "give --epsilon" in refused.err) == (2, True)
+
+
+def group_delta(mu: float, epsilon: float) -> float:
+    """Of mu-Gaussian DP, exactly."""
+    return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
 
 
 @pytest.mark.parametrize("noise", ["silo", "distributed"])

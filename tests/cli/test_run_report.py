@@ -107,6 +107,15 @@ def test_it_says_what_privacy_covers(ran: Path, tmp_path: Path, noise: str, adja
     assert ("saw totals without it" in page) == (noise == "server")
     assert ("for adding or removing one record" in page) == (adjacency == "add or remove one")
     assert ("for replacing what one silo holds of one person" in page) == (adjacency == "replace one")
+    assert "by group privacy" not in page  # of runs before 0.2 nothing is known of it
+    whole = {"whose": "a person's columns at all 3 silos", "records": 3, "epsilon": 3.0, "delta": 1.11e-4}
+    told = {**PRIVACY, "noise": noise, "adjacency": adjacency, "linked": whole, "colluders": 2}
+    page = page_of(ran, tmp_path / "linked", ONE, {}, told)
+    assert "for a person's columns at all 3 silos it is (3, 0.0001), by group privacy" in page
+    assert "It holds against whoever sees all releases" in page
+    assert ("with up to 2 other silos in league" in page) == (noise == "distributed")
+    assert "but for the server" in page or noise != "server"
+    assert "The number of records is not released." in page
 
 
 @pytest.mark.parametrize(

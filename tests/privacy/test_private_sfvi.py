@@ -20,6 +20,7 @@ from secure_fvi import fitting
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
+from secure_fvi.privacy.accountants import of_group
 from secure_fvi.privacy.gate import Gate, NoiseSource
 from secure_fvi.privacy.ledger import Budget, Ledger
 from secure_fvi.privacy.ledger_account import verify
@@ -260,6 +261,8 @@ def test_a_job_is_charged_to_every_silos_ledger_and_a_second_one_does_not_fit(tm
     assert result.privacy is not None
     assert 0.9 * 3.0 < result.privacy["epsilon"] <= 3.0
     assert result.privacy["record"] == "one row of the data"
+    both = of_group(result.privacy["epsilon"], 1e-3, 2)
+    assert (result.privacy["linked"]["epsilon"], result.privacy["linked"]["delta"]) == both
     assert "one record more: one row of the data. A person in several" in read_report(path, "silo-1").adjacency
     before = path.read_bytes()
     with pytest.raises(BudgetError, match=r"what would still fit|nothing of this kind"):

@@ -93,6 +93,8 @@ def test_equal_events_of_a_job_are_counted_together() -> None:
 
 
 def test_words_follow_the_declarations(path: Path, report: Report) -> None:
+    assert "with up to 2 other institutions in league, but not against the server of jobs" in report.adversary
+    assert "number of records of this data set was declared public by a job" in report.adversary
     words = "\n".join(report.not_covered)
     for expected in (
         "several institutions",
@@ -194,9 +196,12 @@ def test_what_a_job_declared_is_in_words_and_on_the_page_alike(tmp_path: Path) -
         "sfvi; finished; its own delta 1e-05; clipping norm 2.25; noise multiplier 2.15; sampling rate 0.02; colluders",
         "Equal service. Gradients are cut at the clipping norm",
         report.budget["history"][0]["set"],
+        "knows all other data and chooses what the institution is asked.",
+        "The number of records of this data set was not released, and this report does not know it.",
     ):
         assert words in text
         assert words in page
+    assert report.to_dict()["adversary"] in page
     assert f"as of {report.made}" in text
     assert "Equal service" not in " ".join(read_report(_unclipped(tmp_path / "u")).not_covered)
 
@@ -284,6 +289,7 @@ def test_a_budget_that_was_raised_or_lowered_promises_no_more_than_it_can(path: 
         ledger.close()
         found = read_report(path)
         assert "will be asked" not in found.composition
+        assert "where one did, no theorem covers them" in found.composition
         assert said in found.composition
         assert found.budget["bound"]["epsilon"] == 4 * first
         assert found.best_guess > report.best_guess

@@ -139,6 +139,9 @@ def test_everything_is_charged_and_nothing_else_is_released(tmp_path: Any) -> No
     assert claim["adjacency"] == "replace one"
     assert claim["protects"] == "a person's columns at one silo, and the response"
     assert 0 < claim["epsilon"] <= 4.0
+    whole = claim["linked"]  # of a person whose columns at four silos and whose response change together
+    assert (whole["records"], whole["epsilon"]) == (5, 5 * claim["epsilon"])
+    assert whole["whose"] == "a person's columns at all 4 silos and its response"
     assert claim["releases"] == 2 * (10 + 2)
     assert result.elbo is None
     assert result.metrics["some_unsettled"] is None
