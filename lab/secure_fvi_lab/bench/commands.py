@@ -160,6 +160,13 @@ def coverage() -> None:
     """How often 95% intervals of private fits cover the truth, with the noise counted and without. docs/privacy.md."""
 
 
+@_measuring("pvi-modes", "pvi_modes:measure")
+@click.option("--fits", type=click.IntRange(2), default=50, show_default=True, help="Of each mode.")
+@click.option("--seed", default=0, show_default=True, help="Of data and noise.")
+def pvi_modes() -> None:
+    """How wide the intervals of three ways to make PVI private are at equal epsilon, beside SFVI's. docs/pvi.md."""
+
+
 @bench.command()
 @click.option("--kills", type=click.IntRange(1), default=200, show_default=True, help="Over as many jobs as it takes.")
 @click.option("--each", is_flag=True, help="So many kills of each party, in place of all together.")
