@@ -111,7 +111,7 @@ def test_it_says_what_privacy_covers(ran: Path, tmp_path: Path, noise: str, adja
     whole = {"whose": "a person's columns at all 3 silos", "records": 3, "epsilon": 3.0, "delta": 1.11e-4}
     told = {**PRIVACY, "noise": noise, "adjacency": adjacency, "linked": whole, "colluders": 2}
     page = page_of(ran, tmp_path / "linked", ONE, {}, told)
-    assert "for a person's columns at all 3 silos it is (3, 0.0001), by group privacy" in page
+    assert "for a person's columns at all 3 silos: (3, 0.0001), by group privacy" in page
     assert "It holds against whoever sees all releases" in page
     assert ("with up to 2 other silos in league" in page) == (noise == "distributed")
     assert "but for the server" in page or noise != "server"
