@@ -24,14 +24,17 @@ gc.disable()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`later("a", "b")`: these cases of a test are of the second tier, beside cheaper ones of the same claim."""
+    """`later("a", "b")`: these cases of a test are of the second tier, beside cheaper ones of the same claim; `later`
+    alone: a test of seconds on which no claim rests."""
     unknown = set[tuple[str, str]]()
     for item in items:
         if (mark := item.get_closest_marker("later")) is not None:
             unknown |= {(item.nodeid.partition("[")[0], case) for case in mark.args}
     for item in items:
         mark, case = item.get_closest_marker("later"), getattr(item, "callspec", None)
-        if mark is not None and case is not None and case.id in mark.args:
+        if mark is not None and not mark.args:
+            item.add_marker(pytest.mark.slow)
+        elif mark is not None and case is not None and case.id in mark.args:
             unknown.discard((item.nodeid.partition("[")[0], case.id))
             item.add_marker(pytest.mark.slow)
     if unknown and not any("::" in arg for arg in config.args):

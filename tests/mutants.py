@@ -462,7 +462,7 @@ def main() -> int:
     farm = Farm(list(chosen), switches, options.workers, options.fresh)
     paths = [path for _, tests in chosen.values() for path in tests]
     quiet = ["-p", "no:terminal", "-p", "no:cov", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts="]
-    pytest.main([*quiet, "-m", "not slow and not gpu", *paths], plugins=[farm])
+    pytest.main([*quiet, "-m", "(not slow or later) and not gpu", *paths], plugins=[farm])
     return _report(switches, farm.results)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = tomllib.loads((ROOT / "tests" / "claims.toml").read_text())["claim"]
-_LATER = re.compile(r"\bmark\.(slow|gpu|skip|skipif|xfail)\b")
+_LATER = re.compile(r"\bmark\.(slow|gpu|skip|skipif|xfail)\b|\bmark\.later\b(?!\()")
 
 
 def words(text: str) -> str:
@@ -79,6 +79,8 @@ def test_what_leaves_the_first_tier_is_noticed() -> None:
     assert problem(test, plain) is None
     assert problem(test, f"@pytest.mark.parametrize('a', [1, param(2, marks=pytest.mark.slow)])\n{plain}") is None
     assert problem(test, f"@pytest.mark.slow\n{plain}") == "it is marked"
+    assert problem(test, f"@pytest.mark.later\n{plain}") == "it is marked"
+    assert problem(test, f"@pytest.mark.later('1')\n{plain}") is None
     assert problem(test, f"@pytest.mark.skipif(True, reason='')\n{plain}") == "it is marked"
     assert problem(test, f"pytestmark = [pytest.mark.slow]\n{plain}") == "its module is marked"
     assert problem(test, plain.replace("it", "other")) == "there is none of that name"

@@ -77,6 +77,7 @@ def _by_value(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(sign * mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("fn", "mode"), [(intercepts, "traced"), (_by_len, "traced"), (_by_branch, "traced"), (_by_value, "eager")]
 )
@@ -139,6 +140,7 @@ def test_one_trace_serves_all_sizes() -> None:
     assert len(calls) == 2  # once as it is, once on the stand-in
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("by_shape", [False, True])
 def test_a_loop_over_records_is_traced_for_their_own_number_alone(by_shape: bool) -> None:
@@ -182,6 +184,7 @@ def test_what_cannot_be_mapped_is_not_traced_a_draw_at_a_time() -> None:
         assert calls[0] <= most
 
 
+@pytest.mark.later
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_a_compiled_function_reads_slices_as_what_they_are() -> None:
     """Its code reads memory as that of its first example lies, and does not look: silos' latents in PVI were slices."""

@@ -85,6 +85,7 @@ def test_a_fit_without_an_algorithm_is_right_in_few_exchanges(monkeypatch: pytes
     assert float(result.posterior["mu"].sd) == pytest.approx(precision**-0.5, rel=0.1)
 
 
+@pytest.mark.later
 def test_where_a_local_fit_runs_off_sfvi_begins_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A bound that no change of a site keeps stands for a fit that runs off. Two controls: who names partitioned VI, or
     has a folder of checkpoints, gets the refusal."""

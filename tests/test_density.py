@@ -170,6 +170,7 @@ def _scattered(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(own, 1.0), obs=y)
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("few_draws", "untraced")
 def test_a_fit_begins_where_the_model_says() -> None:
     """The prior's centre where it says nothing; global and record-level sites."""

@@ -106,6 +106,7 @@ def _evaluated(problem: Problem, rows: Any, seed: int) -> tuple[LogTerms, Tensor
     return terms, torch.autograd.grad(total, z)[0]
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("discrete", "continuous", "rows"), PAIRS)
 def test_the_density_and_its_gradient_are_those_of_the_sum(discrete: Any, continuous: Any, rows: Any) -> None:
     mine, theirs = _problem(discrete, rows), _problem(continuous, rows)
@@ -151,6 +152,7 @@ def test_private_gradients_are_by_record() -> None:
     assert torch.allclose(mine.posterior["mu"].mean, theirs.posterior["mu"].mean)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("discrete", "continuous", "rows"), [PAIRS[0], pytest.param(*PAIRS[1], marks=pytest.mark.slow)]
 )
@@ -181,6 +183,7 @@ def test_a_silo_draws_its_assignments_given_all_else() -> None:
     assert (found - site["w"]).abs().max() > 0.1, "the control: its prior is another"
 
 
+@pytest.mark.later
 def test_predictions_draw_it_and_densities_sum_it() -> None:
     mine, theirs = (
         sf.fit(sf.FederatedModel(fn, "data"), [ROWS] * 3, FEW, sf.Plain(), compile=False) for fn in (mixture, summed)

@@ -241,6 +241,7 @@ WARM = {"pvi", "bcm", "vcl", "streaming-vb"}
 ALL_NEEDED = {"vertical", "soul"}
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("few_draws")
 @cases(secret=True)
 @pytest.mark.later("pvi1", "sfvi-avg1")
@@ -273,6 +274,7 @@ def test_a_lost_answer_leaves_its_silo_as_it_was(case: Case) -> None:
         _lose(alone, lost)
 
 
+@pytest.mark.later
 @cases()
 @pytest.mark.later("pvi1", "sfvi-avg0")
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(case: Case, tmp_path: Path) -> None:
@@ -323,6 +325,7 @@ def _runs(number: int) -> dict[str, list[float]]:
     return {f"{number} {case.name} {kind}": _few(ended(number, *how).parties.state()) for kind, how in kinds.items()}
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[c.name for c in CASES])
 def test_a_short_run_ends_where_it_did(number: int) -> None:
     """To 7 digits, the rest being the processor's. SECURE_FVI_GOLDEN=write, with a reason, writes what it is now."""

@@ -138,6 +138,7 @@ def test_a_fit_of_the_graph_is_the_fit_of_the_program(make: Callable[[], program
     assert not torch.allclose(program["loc"], fitted(made.model, made, sf.SFVI(iterations=1))["loc"])
 
 
+@pytest.mark.later
 def test_under_record_privacy_each_record_is_alone_in_the_graph() -> None:
     made = programs.make_intercepts()
     algorithm = sf.SFVI(iterations=12, sampling_rate=0.5)
@@ -200,6 +201,7 @@ def schema_of(y: Tensor) -> Schema:
 LINE = schema_of(torch.zeros(3))
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("fn", [plain, correlated, mixture, writes])
 def test_usual_programs_can_be_traced(fn: Any) -> None:
     """`export` compares values, gradients and starts itself, for 1, 2 and 5 records; `read_program` all shapes."""
@@ -273,6 +275,7 @@ def counted(y: Tensor) -> None:
         pyro.sample("y", dist.Poisson(rate), obs=y)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("traced", [True, False])
 def test_data_that_do_not_fit_are_refused_with_and_without_the_program(traced: bool) -> None:
     model = FederatedModel(counted)
@@ -465,6 +468,7 @@ BOMBS: dict[str, tuple[Callable[[Any], None], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_graph_that_would_take_all_time_or_memory_is_refused_before_it_does(case: str, content: bytes) -> None:
     """The control is the same graph with one harmless step of the kind."""

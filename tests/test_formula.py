@@ -686,6 +686,7 @@ CELLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("column", "cells", "codes"), CELLS)
 def test_a_cell_is_coded_alike_in_memory_and_in_a_file(
     tmp_path: Path, column: Column, cells: list[Any], codes: list[Any]
@@ -765,6 +766,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("family", "formula"), CASES)
 def test_a_records_effects_are_integrated_out_as_brute_force_does(family: str, formula: str) -> None:
     """Against a fine grid over the effects, with the program whose effects are latents as integrand; and padding counts
@@ -960,6 +962,7 @@ def test_every_family_is_tried() -> None:
     assert {family for family, _ in CASES} == set(FAMILIES)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("family", "formula"), CASES)
 def test_the_prior_of_every_family_is_mapped_over_draws(family: str, formula: str) -> None:
     """As `prior.Prior` does hundreds of times before the first round: draw by draw an ordinal took minutes."""
@@ -1220,6 +1223,7 @@ def visits(pressure: torch.Tensor, age: torch.Tensor, present: torch.Tensor) -> 
         pyro.sample("pressure", Normal(b[0] + b[1] * age + own, 1.0).mask(present > 0), obs=pressure)
 
 
+@pytest.mark.later
 def test_a_pyro_function_gets_patients_of_any_number_of_visits() -> None:
     of = sf.FederatedModel(visits, "patient", group="who")
     rows = {"who": ["b", "a", "b", "c", "b"], "pressure": np.arange(5.0), "age": np.arange(5.0) + 10}
@@ -1265,6 +1269,7 @@ def fitted() -> tuple[MixedModel, sf.Result]:
         return of, sf.fit(of, tables_, sf.SFVI(iterations=20), compile=False)
 
 
+@pytest.mark.later
 def test_a_result_speaks_in_the_users_names_and_units(fitted: tuple[MixedModel, sf.Result]) -> None:
     from secure_fvi.runs.marginals import posterior_rows
 
@@ -1935,6 +1940,7 @@ def test_every_prior_is_said_in_the_users_units() -> None:
     assert "prior of shape: inverse-gamma(0.4, 0.3)" in model("count ~ age", "negbinomial").describe()
 
 
+@pytest.mark.later
 def test_a_family_that_does_not_fit_is_answered_before_anything_slow(tmp_path: Path) -> None:
     """In a process of its own: nothing of PyTorch is imported. Control: where the family fits, it is."""
     import subprocess
@@ -2024,6 +2030,7 @@ def _neighbours(name: str) -> list[list[dict[str, Any]]]:
     return out
 
 
+@pytest.mark.later
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 def test_no_shape_of_a_private_run_is_looked_up_in_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """One patient of many visits, in a ward of its own, stands in the shapes that all see. A private run is refused

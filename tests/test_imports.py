@@ -59,6 +59,7 @@ def test_every_contract_is_attacked() -> None:
     assert set(AGAINST) == CONTRACTS
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("contract", AGAINST)
 def test_a_contract_is_broken_by_what_it_is_against(contract: str, copied: Path) -> None:
     file, module = AGAINST[contract]
@@ -85,6 +86,7 @@ def test_nothing_private_of_opacus_is_used() -> None:
     assert private.search("from opacus.optimizers.optimizer import _mark_as_processed"), "the control"
 
 
+@pytest.mark.later
 def test_a_sites_process_loads_what_its_job_names() -> None:
     """SFVI, masked sums and a function, named in its configuration; the control: a formula's maker loads formulas."""
     code = """if True:
@@ -104,6 +106,7 @@ def test_a_sites_process_loads_what_its_job_names() -> None:
     assert done.stdout.splitlines() == ["", "formula mixed_model"], done.stderr
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("command", ["run JOB --out out", "server start JOB --home hub --out out", "audit JOB --list"])
 def test_what_is_wrong_with_a_configuration_is_said_before_pytorch_is_loaded(command: str, tmp_path: Path) -> None:
     """In a process without PyTorch. The control is a file with nothing wrong, of which that one is missed."""
@@ -123,6 +126,7 @@ def test_what_is_wrong_with_a_configuration_is_said_before_pytorch_is_loaded(com
     assert "torch" in found[2]
 
 
+@pytest.mark.later
 def test_a_fit_loads_nothing_that_few_fits_use() -> None:
     """Opacus, PyTorch's compiler, sympy, galois and numba cost as much time as all else together. The control: making
     the field of shares loads the last two."""

@@ -27,6 +27,7 @@ def test_draws_of_local_latents_are_the_conjugate_posterior() -> None:
     assert ((draws.var(0) / variance - 1).abs() < 0.2).all()
 
 
+@pytest.mark.later
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 def test_silo_sites_are_drawn_too() -> None:
     problem = make_clinics()

@@ -298,6 +298,7 @@ def test_a_file_of_pickled_code_is_not_run(folder: Path, tmp_path: Path) -> None
     assert (tmp_path / "exploded").exists()
 
 
+@pytest.mark.later
 def test_a_run_without_a_posterior_or_an_assessment_opens_as_it_is(tmp_path: Path) -> None:
     """FedAvg's point, and a private run."""
     silos = [{"y": silo["y"]} for silo in SILOS]

@@ -37,6 +37,7 @@ def test_samples_have_the_posterior_moments(result: sf.Result) -> None:
     assert (draws > 0).all()
 
 
+@pytest.mark.later
 def test_draws_too_many_for_memory_are_made_in_parts(result: sf.Result, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same distribution in parts of 300: mean and sd within 5 standard errors of those at once."""
     whole = result.sample(20_000)["rate"]
@@ -260,6 +261,7 @@ _DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("what", _DIFFERENT)
 def test_a_run_is_resumed_with_what_it_was_begun_with_or_not_at_all(what: str, tmp_path: Path) -> None:
     _begin(tmp_path)

@@ -85,6 +85,7 @@ def test_partition_does_not_matter_under_masks() -> None:
         torch.testing.assert_close(_trajectory(sizes, masked, 30), whole, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.later
 def test_silos_that_share_no_ids_draw_differently() -> None:
     """The control of the invariance: without record ids the draws belong to silos, and the partition shows."""
     data = SIX_CITIES.load()
@@ -204,6 +205,7 @@ def test_a_batch_makes_nothing_of_the_size_of_the_silo(rate: float, monkeypatch:
     assert (max(made.sizes) < 1_000) is (rate < 1)
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("rate", [0.01, 1.0])
 @pytest.mark.parametrize("algorithm", [sf.SFVIAvg, sf.PVI])

@@ -101,6 +101,7 @@ def regular(count=48):
     return world
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("stage", ["none", "key", "deposit", "delivery", "activation", "contribute", "sign", "reveal"])
 def test_dropout_at_every_stage_on_a_regular_graph(stage):
     world = regular()
@@ -116,6 +117,7 @@ def test_dropout_at_every_stage_on_a_regular_graph(stage):
     assert is_input(total.values, sum(world.values[s] for s in present))
 
 
+@pytest.mark.later
 def test_the_order_is_fresh_in_every_session():
     orders = set()
     for _ in range(3):

@@ -39,6 +39,7 @@ def test_bfv_totals_are_exact_within_the_resolution(masks, silos, size):
         assert total.values[-1] == sum(v[-1] for v in values.values())
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("kind", [Homomorphic(), Homomorphic(masks=False), Homomorphic(scheme="ckks")], ids=repr)
 def test_a_total_says_whether_some_silos_is_not_zero(kind):
     ids, table = names(3), BlockTable((Block("g", (1,), 8.0), Block("far", (3,), 1.0, integer=True, rows="some")))
@@ -64,6 +65,7 @@ def test_a_ckks_total_is_off_by_its_flooding_alone_and_integers_are_exact():
     assert low < square < high * (1 + 1 / 12)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("masks", [True, False])
 @pytest.mark.parametrize("stage", ["contribute", "sign", "reveal"])
 def test_dropout_at_each_stage(stage, masks):
@@ -204,6 +206,7 @@ class TestPrimeRing:
         above = range(BFV_PRIME + 2 * 8192, 2**58, 2 * 8192)
         assert not any(galois.is_prime(candidate) for candidate in above)
 
+    @pytest.mark.later
     @given(data=st.data(), terms=st.integers(2, 40), bound=st.floats(1e-6, 1e6))
     @settings(max_examples=40, deadline=None)
     def test_masked_encodings_add_up(self, data, terms, bound):

@@ -91,6 +91,7 @@ class TestKeySubstitution:
         with pytest.raises(ProtocolError, match="unknown here"):
             victim.contribute(0, ids, table_of(12), values[ids[VICTIM]], CONTEXT)
 
+    @pytest.mark.later
     def test_control_without_the_check_the_input_is_open_and_masks_still_hide_it(self, monkeypatch):
         monkeypatch.setattr(
             homomorphic, "check_holder_key", lambda r, scheme, m, key: PublicContext(scheme, key.public_key)
@@ -166,6 +167,7 @@ class TestOneSilosCiphertext:
             parts=world.parts_of(messages[world.victim]),
         )
 
+    @pytest.mark.later
     @pytest.mark.parametrize("signers", [0, 1, 2])
     def test_refused_with_fewer_than_t_signatures(self, signers):
         world = World(masks=False)
@@ -272,6 +274,7 @@ class TestForgedAnswers:
         world.holder.handle = lambda message: change(handle(message))
         return world.total(messages)
 
+    @pytest.mark.later
     def test_an_answer_of_somebody_else_is_refused(self):
         def another(answer):
             reply = unpack(answer, Decrypted)
@@ -332,6 +335,7 @@ class TestApproximateDecryption:
             public.add(vectors[0], other)
         return key.decrypt(vectors[0]), rows.sum(axis=0)
 
+    @pytest.mark.later
     @pytest.mark.parametrize("terms", [1, 3, 20])
     def test_the_error_stays_below_its_bound_and_the_bound_is_not_idle(self, terms):
         for seed in range(3):

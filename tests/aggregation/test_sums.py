@@ -84,6 +84,7 @@ def test_several_tables_alternate():
         np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("stage", "check"),
     [("contribute", True), ("sign", True), ("reveal", True), ("contribute", False), ("reveal", False)],
@@ -103,6 +104,7 @@ def test_dropout_at_each_stage_of_a_sum(stage, check):
     np.testing.assert_allclose(after.values, sum(values.values()), atol=1e-12)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("check", [True, False])
 def test_dropout_at_each_stage_of_preparation(step, check):

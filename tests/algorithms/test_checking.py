@@ -50,6 +50,7 @@ def checked(algorithm: Any, silos: list[dict[str, Any]]) -> sf.Result:
     return sf.fit(model(), silos, algorithm, compile=False)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     "algorithm",
     [sf.PVI(replicates=120), sf.SFVIAvg(rounds=2, local_steps=20, tolerance=0.0, replicates=120)],
@@ -76,6 +77,7 @@ def test_totals_are_those_of_all_tables(algorithm: Any) -> None:
     assert "check" not in without.to_json()
 
 
+@pytest.mark.later
 def test_tables_that_the_model_does_not_make_are_told_of() -> None:
     """Half of the counts are zero whatever the rate. The control: those that are not."""
     for zeros in (0.0, 0.5):
@@ -84,6 +86,7 @@ def test_tables_that_the_model_does_not_make_are_told_of() -> None:
         assert ("the model makes no tables like these" in said and "'share of 0'" in said) == bool(zeros)
 
 
+@pytest.mark.later
 @pytest.mark.filterwarnings("ignore:.*unassessed")
 def test_a_fit_that_nobody_assessed_is_not_blamed_on_the_model_alone() -> None:
     """A round from the start. The control: one that converged."""
@@ -96,6 +99,7 @@ def test_a_fit_that_nobody_assessed_is_not_blamed_on_the_model_alone() -> None:
         assert ("or a fit that converged" in said) != assessed
 
 
+@pytest.mark.later
 def test_a_run_that_has_not_converged_is_not_checked() -> None:
     """The control is every other test here."""
     with pytest.warns(sf.SecureFVIWarning, match="max_rounds"):
@@ -114,6 +118,7 @@ def test_whole_totals_come_back_whole() -> None:
     assert hiding.read(total, block)[0] > 0
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("scale", "told"), [(1.0, True), (20_000.0, False)])
 def test_sds_that_totals_do_not_tell_are_left_out(scale: float, told: bool) -> None:
     """Of a response that varies by a twenty thousandth of what its dictionary says. The control: the same, well said;
@@ -272,6 +277,7 @@ def test_a_sum_after_the_final_one_cannot_forget_what_holds_it(forgotten: str, m
         build_parties(model(), tables(), sf.PVI(replicates=5), sf.Masked(), compile=False)
 
 
+@pytest.mark.later
 def test_encrypted_totals_are_the_plain_ones() -> None:
     plain, encrypted = (
         sf.fit(model(), tables(), sf.PVI(replicates=20), sums, compile=False).replicated
@@ -283,6 +289,7 @@ def test_encrypted_totals_are_the_plain_ones() -> None:
     assert float(plain[0, 0]) == 120
 
 
+@pytest.mark.later
 @pytest.mark.filterwarnings("ignore:.*unassessed")
 def test_a_check_that_lacks_a_silo_tells_nothing_and_the_fit_stands() -> None:
     """Its answer is lost: numbers of three tables of four would be held against all. The control: none is lost."""
@@ -312,6 +319,7 @@ def test_a_check_that_lacks_a_silo_tells_nothing_and_the_fit_stands() -> None:
     assert float(found[1][0, 0]) == sum(len(silo["age"]) for silo in silos)
 
 
+@pytest.mark.later
 @pytest.mark.filterwarnings("ignore:.*unassessed")
 def test_a_run_that_stops_before_its_check_makes_it(tmp_path: Path) -> None:
     algorithm = sf.SFVIAvg(rounds=2, local_steps=5, tolerance=0.0, replicates=20)

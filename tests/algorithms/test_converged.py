@@ -393,6 +393,7 @@ def test_a_fixed_length_is_not_assessed(algorithm: Any, option: str) -> None:
     assert "converged=None" in repr(result)
 
 
+@pytest.mark.later
 def test_a_short_fixed_run_that_was_still_drifting_warns() -> None:
     problem = make_intercepts()
     with pytest.warns(sf.SecureFVIWarning, match="still drifting"):
@@ -451,6 +452,7 @@ def test_the_posterior_of_a_natural_factor_is_what_eta_says() -> None:
     torch.testing.assert_close(again.shift, exact.shift)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("n_silo", [0, 1])
 def test_the_slope_at_many_draws_at_once_is_that_at_each(n_silo: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the rounding of sums, and so where its gradient has been traced. The control: other draws have another one."""

@@ -62,6 +62,7 @@ def _exact(program: PVIProgram, rows: Mapping[str, Tensor], z: Tensor) -> tuple[
     return float(value.detach()) - in_unit, z.grad
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("crossed", [False, True])
 @pytest.mark.later("False")
 def test_of_a_normal_likelihood_nothing_is_approximated(crossed: bool) -> None:
@@ -88,6 +89,7 @@ def test_of_a_normal_likelihood_nothing_is_approximated(crossed: bool) -> None:
     assert (spread > 1e-3) == crossed
 
 
+@pytest.mark.later
 def test_what_is_kept_of_a_silos_latents_is_their_posterior() -> None:
     """At a Z_G that is known, by its normal equations; and how the mean follows Z_G, by the mean at another one."""
     program, rows = _made(False)

@@ -90,6 +90,7 @@ def test_one_silo_is_gradient_descent(logistic: bool) -> None:
     torch.testing.assert_close(result.posterior["beta"].mean, beta, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("logistic", [False, True])
 @pytest.mark.later("False")
 def test_one_local_step_is_pooled_gradient_descent(logistic: bool) -> None:
@@ -220,6 +221,7 @@ class _KilledError(Exception):
     pass
 
 
+@pytest.mark.later
 def test_a_killed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
     model, silos = sf.FederatedModel(_least_squares, "person"), _data()
     algorithm = sf.FedAvg(rounds=8, sampling_rate=0.5, server_momentum=0.5, tolerance=0.0)
@@ -329,6 +331,7 @@ def test_a_rate_that_is_too_large_is_named() -> None:
         _fit(_data(), learning_rate=50.0, rounds=400)
 
 
+@pytest.mark.later
 def test_silo_privacy_noises_the_change() -> None:
     """Twelve silos, little noise: near the MAP without privacy, and every round was charged.
 
@@ -364,6 +367,7 @@ def test_privacy_that_cannot_be_had_is_refused(options: dict[str, Any], privacy:
         sf.fit(model, _data(), sf.FedAvg(**options), privacy=privacy)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("rate", "alone"), [(0.1, True), (1e-3, False)])
 def test_the_last_batch_may_be_all_that_a_total_rests_on(rate: float, alone: bool) -> None:
     """At a rate that is the inverse of the curvature the last nonempty batch, of one record, leaves nothing of the

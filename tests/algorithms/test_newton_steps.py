@@ -95,6 +95,7 @@ def test_a_way_that_noise_explains_has_settled_and_a_drift_has_not() -> None:
     assert not settled(list(torch.zeros(9, 5)))
 
 
+@pytest.mark.later
 def test_a_fit_ends_when_it_has_settled_and_not_before() -> None:
     """Of a normal target once two steps by other draws have moved nothing, with the same q as after more; else after
     some tens of steps; by one draw each it takes all that it may."""

@@ -162,6 +162,7 @@ def test_one_iteration_a_round_has_the_same_fixed_point() -> None:
     np.testing.assert_allclose(Full(4).covariance(eta).numpy(), covariance, rtol=1e-10)
 
 
+@pytest.mark.later
 def test_the_diagonal_merge_averages_means_and_sds() -> None:
     problem = make_slopes()
     silo_ends: dict[str, tuple[Tensor, Tensor]] = {}
@@ -205,6 +206,7 @@ class _Lossy(LocalEngine):
         return super().exchange({s: m for s, m in messages.items() if s not in self.away})
 
 
+@pytest.mark.later
 def test_a_silo_lost_in_the_first_sum_of_a_merge_has_no_weight_in_the_rest() -> None:
     problem = make_slopes()
     server, engine = _parties(problem, sf.SFVIAvg(local_steps=60, bures_iterations=8))

@@ -155,6 +155,7 @@ def test_a_batch_stands_for_all_records() -> None:
     assert error.max() < 0.1 * whole.abs().max()  # so that a factor of q would be seen
 
 
+@pytest.mark.later
 def test_records_outside_a_batch_keep_their_state() -> None:
     """After one local step those in the batch have moved and counted a step, the rest have not."""
     problem = make_clinics()

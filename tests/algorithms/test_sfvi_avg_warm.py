@@ -168,6 +168,7 @@ def test_one_epsilon_covers_both_algorithms(noise: Any) -> None:
         assert table.size == sum(terms[phase].extent)
 
 
+@pytest.mark.later
 def test_both_phases_are_charged(tmp_path: Path) -> None:
     """The ledger holds a term a phase; a run spends the rounds of each."""
     problem = make_intercepts()

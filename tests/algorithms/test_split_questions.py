@@ -465,6 +465,7 @@ class Reordered:
         return getattr(self._inner, name)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("lost", ["", ALONE])
 def test_an_honest_server_ends_the_job_without_a_sum_that_would_lack_a_silo(lost: str) -> None:
     """Its last sum is not made, nothing is claimed of q, and the silos that did answer can be told of the end. The
@@ -486,6 +487,7 @@ def test_an_honest_server_ends_the_job_without_a_sum_that_would_lack_a_silo(lost
         silo.settle(server.state.accepted)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("held", [True, False])
 def test_an_iteration_of_a_round_that_a_silo_is_not_asked_counts(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the round it was asked, in that round's second sum it was not. The control counts rounds."""
@@ -585,6 +587,7 @@ def test_who_is_left_out_of_a_sum_is_shown_that_and_answers_the_next(away: bool)
 # ---- what dampings were named ----
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("before", "after", "share"), [
     ({1: 1.0}, {1: 2.0**-20, 2: 1.0}, 1.0), ({1: 1.0}, {2: 1.0}, 1.0), ({1: 1.0}, {1: 0.5, 2: 1.0}, 0.5),
     ({}, {1: 1.0}, -1.0),

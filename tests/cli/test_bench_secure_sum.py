@@ -88,6 +88,7 @@ def test_json_has_the_keys_of_the_contract(tiny, cli: CommandLine):
     assert (unchecked["store"], durable["store"]) == ("memory", "sqlite")
 
 
+@pytest.mark.later
 def test_the_table_names_targets_and_no_bar_without_a_terminal(tiny, cli: CommandLine):
     answer = cli("bench", "secure-sum", "--plot", str(cli.folder / "sums.png"))
     assert answer.code == 0

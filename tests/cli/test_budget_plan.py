@@ -58,6 +58,7 @@ def group_delta(mu: float, epsilon: float) -> float:
     return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("noise", ["silo", "distributed"])
 @pytest.mark.parametrize("unit", ["record", "silo"])
 def test_plan_run_and_ledger_give_one_number(cli: CommandLine, tmp_path: Path, noise: str, unit: str) -> None:
@@ -117,6 +118,7 @@ ODD: dict[str, tuple[str, RecordDP | SiloDP, int, float, int, int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_plans_are_charged_to_a_percent(cli: CommandLine, tmp_path: Path, odd: str) -> None:
     options, settings, silos, rate, rounds, width = ODD[odd]

@@ -77,6 +77,7 @@ def test_what_cannot_be_loaded_leaves_the_others(cli: CommandLine, monkeypatch: 
         assert f"'{name}' cannot be loaded" in err
 
 
+@pytest.mark.later
 def test_help_and_import_load_nothing_heavy() -> None:
     """What makes a start slow, and all of what another package brings, stays away until it is asked for."""
     heavy = ("torch", "pyro", "numpy", "opacus", "tenseal", "ot", "matplotlib", "cryptography", "rich", "grpc")
@@ -108,6 +109,7 @@ def _without(library: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("library", "said", "code"),
     [
@@ -127,6 +129,7 @@ def test_a_run_that_lacks_a_library_says_so_before_it_begins(
     assert sorted(cli.folder.iterdir()) == before
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("arguments", [["silo", "start", "--home", "h", "--server", "a:1"], ["status", "--home", "h"]])
 def test_commands_of_a_site_name_the_extra_that_they_lack(arguments: list[str]) -> None:
     library = "grpc" if "silo" in arguments else "prometheus_client"
@@ -135,6 +138,7 @@ def test_commands_of_a_site_name_the_extra_that_they_lack(arguments: list[str]) 
     assert done.stderr == f"secure-fvi: this needs {library}: pip install '.[distributed]' in a checkout\n"
 
 
+@pytest.mark.later
 def test_a_site_needs_no_plots() -> None:
     done = _without("matplotlib", "import secure_fvi.deployment.site, secure_fvi.deployment.serving")
     assert done.returncode == 0, done.stderr

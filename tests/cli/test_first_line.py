@@ -31,6 +31,7 @@ def _first(arguments: list[str], folder: Path, terminal: bool) -> tuple[bytes, f
         os.close(own)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("quiet", [(), ("--quiet",)])
 def test_a_command_that_loads_pytorch_says_so_first(tmp_path: Path, quiet: tuple[str, ...]) -> None:
     """At a terminal, long before PyTorch is there (a second on an idle machine; 20 here, whatever its load). The

@@ -34,6 +34,7 @@ FEW = ("--set", "algorithm.iterations=3")
 FILES = {"config.toml", "run.json", "metrics.jsonl", "result.json", "posterior.safetensors", "marginals.json"}
 
 
+@pytest.mark.later
 def test_a_run_writes_its_files_and_a_second_one_is_refused(cli: CommandLine) -> None:
     answer = cli.run()
     assert answer.code == 0, answer.err
@@ -59,6 +60,7 @@ def test_a_run_writes_its_files_and_a_second_one_is_refused(cli: CommandLine) ->
     assert "is finished" in answer.out
 
 
+@pytest.mark.later
 def test_the_written_configuration_repeats_the_run(cli: CommandLine) -> None:
     assert cli.run("--set", "seed=9", "--set", "algorithm.learning_rate=0.1", "--quiet", *FEW).code == 0
     written = cli.folder / "out" / "config.toml"
@@ -111,6 +113,7 @@ def test_an_interrupted_run_is_continued_to_the_same_posterior(cli: CommandLine)
     assert [row["round"] for row in read_metrics(out / "metrics.jsonl")] == [50, 70, 100, 102]
 
 
+@pytest.mark.later
 def test_other_data_are_not_taken_for_the_run_that_began(cli: CommandLine) -> None:
     interrupt(cli, after=20)
     path = cli.folder / "a.csv"
@@ -145,6 +148,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_data_are_read(cli: Comma
     assert "b.csv" in cli.run().err  # the control: what is read then
 
 
+@pytest.mark.later
 def test_a_folder_in_use_is_refused(cli: CommandLine) -> None:
     interrupt(cli, after=20)
     holder = RunDirectory(cli.folder / "out")
@@ -219,6 +223,7 @@ def test_the_report_fetches_nothing(cli: CommandLine) -> None:
     assert "sees each silo" in html  # what plain sums mean
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("few_draws", "untraced")
 @pytest.mark.parametrize(
     ("length", "code", "standing"),

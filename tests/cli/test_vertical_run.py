@@ -88,6 +88,7 @@ min_cohort = 2
     return config
 
 
+@pytest.mark.later
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 def test_files_joined_by_id(cli: CommandLine, tmp_path: Path) -> None:
     """Rows stand in three orders and ids are written differently: the effects come out with their signs only if the
@@ -148,6 +149,7 @@ def test_files_that_are_sorted_are_taken_as_they_are(tmp_path: Path) -> None:
             federate(read(config, ['alignment.how="sorted"']), None)
 
 
+@pytest.mark.later
 def test_a_silo_has_the_response_in_its_own_file(tmp_path: Path) -> None:
     """It is no predictor there. The control: of the same file, without that, it is."""
     config, at_silo = _federation(tmp_path), ["algorithm.response=silos", "algorithm.auxiliary={kind='integrated'}"]
@@ -177,6 +179,7 @@ def test_a_silo_has_the_response_in_its_own_file(tmp_path: Path) -> None:
         federate(read(config, at_silo), None)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

@@ -313,6 +313,7 @@ def test_a_silo_without_its_record_of_evaluations_matches_no_more(
         job.run()
 
 
+@pytest.mark.later
 def test_how_often_and_against_how_long_a_list_a_site_is_matched(world: World, tmp_path: Path) -> None:
     """Refusals by what the policy counts, which a state folder that was put back, or is gone, makes no smaller; the
     control is every other test here."""
@@ -329,6 +330,7 @@ def test_how_often_and_against_how_long_a_list_a_site_is_matched(world: World, t
         job.run("second")
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_job_is_matched_once_whatever_became_of_its_folder(world: World, tmp_path: Path, gone: bool) -> None:
     """The site's log has that it was: a folder that is gone, or of before, would have it matched under another key. The
@@ -398,6 +400,7 @@ def _pin(home: Home, cohort: str) -> None:
     home.policy_file.write_text(text.replace("[[data]]\n", f'[[data]]\ncohort = "{cohort}"\n'))
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("private", [True, False])
 def test_rows_that_a_policy_does_not_want_are_nobodys_under_privacy(
     world: World, tmp_path: Path, private: bool
@@ -680,6 +683,7 @@ def test_what_a_policy_does_not_list_is_refused_by_name(world: World, tmp_path: 
     assert "is not accepted (allowed: " in said(model=[{"hash": other}])
 
 
+@pytest.mark.later
 def test_people_in_another_order_are_refused(world: World, tmp_path: Path) -> None:
     """One silo has other people than the response's file, in as many rows; and a file whose rows are not sorted is its
     site's to hear of. The control is every other test here."""
@@ -695,6 +699,7 @@ def test_people_in_another_order_are_refused(world: World, tmp_path: Path) -> No
         job.run("second")
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("how", "spoil", "words"),
     [
@@ -1042,6 +1047,7 @@ def holding(job: ColumnsJob) -> tuple[ServerColumns, JobOffer, Home]:
     return ServerColumns(job.config, algorithm, aggregation), offer, home
 
 
+@pytest.mark.later
 def test_a_server_tells_of_a_response_what_its_policy_and_ledger_allow(world: World, tmp_path: Path) -> None:
     """Refusals before anybody is asked; the control is a policy that lists the job, and a job without privacy on a
     response that has no budget."""

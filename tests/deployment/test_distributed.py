@@ -73,6 +73,7 @@ def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, algo
         ]  # fmt: skip
 
 
+@pytest.mark.later
 def test_a_silo_that_opened_another_session_is_named(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +164,7 @@ def test_without_a_silo_that_has_gone_the_others_go_on(world: World, tmp_path: P
         assert abs(mean - other) < 3 * sd
 
 
+@pytest.mark.later
 def test_a_job_outside_a_policy_is_refused_by_name(world: World, tmp_path: Path) -> None:
     job = Job(world, tmp_path, algorithm=SHORT)
     job.allow("south", algorithms=["pvi"])
@@ -198,6 +200,7 @@ def test_data_that_do_not_fit_are_counted_at_their_site_alone(
     assert not any(b"does not fit site" in content for content in seen)
 
 
+@pytest.mark.later
 def test_under_privacy_each_silos_own_ledger_is_charged(world: World, tmp_path: Path) -> None:
     privacy = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
     algorithm = {"name": "sfvi", "iterations": 6, "sampling_rate": 0.5, "family": "diagonal"}
@@ -229,6 +232,7 @@ PRIVATE: dict[str, Any] = {
 }
 
 
+@pytest.mark.later
 def test_a_silo_that_says_all_sums_are_used_is_named(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +244,7 @@ def test_a_silo_that_says_all_sums_are_used_is_named(
     job.run()  # the others' ledgers and the server know nothing of it
 
 
+@pytest.mark.later
 def test_control_believed_it_ends_the_job_and_nobody_is_named(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

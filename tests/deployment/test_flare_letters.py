@@ -135,6 +135,7 @@ def test_a_job_under_flare_gives_the_posterior_of_one_process(network: Network, 
     assert n[0] > 40
 
 
+@pytest.mark.later
 def test_a_job_that_flare_ends_goes_on_in_the_next(
     network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_job_that_flare_ends_goes_on_in_the_next(
     assert network.serve(job, tmp_path / "remote") == job.local()
 
 
+@pytest.mark.later
 def test_a_roster_that_was_replaced_ends_the_job(network: Network, tmp_path: Path) -> None:
     """Mid-job two sites accept another roster, since an identity was stolen, say: they answer nothing under the old."""
     n = [0]
@@ -360,6 +362,7 @@ def test_an_old_letter_is_not_answered_again(network: Network, monkeypatch: pyte
     assert kinds == [ANSWERED] * 4
 
 
+@pytest.mark.later
 def test_a_silo_computes_while_flare_waits(network: Network, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The site says that it is busy, the same letter asks again, and nothing is computed twice."""
     monkeypatch.setattr(flare, "_HOLD", 0.03)

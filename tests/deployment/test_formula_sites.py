@@ -163,11 +163,13 @@ def test_three_processes_fit_six_cities_by_formula_as_one_does(world: World, tmp
     assert study.job.local("fewer") != found
 
 
+@pytest.mark.later
 def test_a_job_by_formula_is_the_local_engines_to_the_last_bit(study: Study) -> None:
     """In threads over TLS. What makes it differ is the control of the test above."""
     assert study.job.run() == study.job.local()
 
 
+@pytest.mark.later
 def test_tables_of_sites_are_checked_by_one_sum_more(world: World, tmp_path: Path) -> None:
     """The observed numbers are those of all three tables together; the control, one silo's alone, are others."""
     study = Study(world, tmp_path, algorithm={"name": "pvi", "rounds": 1, "local_steps": 5, "replicates": 20})
@@ -306,6 +308,7 @@ def test_a_site_without_a_dictionary_takes_no_formula(paper: Study) -> None:
 # ---- tables ----
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("row", "rule", "said"),
     [
@@ -584,6 +587,7 @@ def _walked(study: Counts, steps: list[float]) -> tuple[list[int], list[str], st
             site.close()
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("kept", [True, False])
 def test_rounds_asked_of_one_site_do_not_say_where_its_values_pass_a_bound(
     first_world: World, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch

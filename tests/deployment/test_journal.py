@@ -98,6 +98,7 @@ def _numbers(party: DurableSilo) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in local.by_row.items()}
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("rate", [0.02, 0.25], ids=["records alone", "made one state now and then"])
 def test_killed_at_any_write_it_answers_the_same_bytes(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after a write, and before what it replaces is taken away; an answer that was lost is in both jobs."""
@@ -145,6 +146,7 @@ def test_records_that_the_state_holds_are_taken_away(monkeypatch: pytest.MonkeyP
         _played(disk, {}, 0.25)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("gone", ["the last record", "one between"])
 def test_a_journal_with_a_gap_is_refused(gone: str) -> None:
     disk = Disk()

@@ -76,6 +76,7 @@ def close_to_sum(values: Any, atol: float = 1e-9) -> bool:
 
 
 class TestSums:
+    @pytest.mark.later
     @pytest.mark.parametrize(
         ("options", "atol"), [({}, 1e-9), ({"masks": False}, 1e-9), ({"scheme": "ckks"}, 1e-2)], ids=str
     )

@@ -174,6 +174,7 @@ def relayed(world: World, network: Network | None = None) -> Iterator[tuple[Stre
             relay.close()
 
 
+@pytest.mark.later
 def test_spoiled_bytes_are_refused_and_sent_again(world: World) -> None:
     with relayed(world) as (server, relay):
         assert server.exchange({"north": b"before"}) == {"north": b"answer to before"}

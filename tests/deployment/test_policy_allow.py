@@ -54,6 +54,7 @@ def door(world: World, tmp_path: Path) -> Door:
     return Door(world, tmp_path)
 
 
+@pytest.mark.later
 def test_it_shows_asks_and_writes_what_the_job_needs_and_no_more(door: Door) -> None:
     answer = door.allow("--without-dp", said="y\n")
     assert answer.exit_code == 0, answer.output

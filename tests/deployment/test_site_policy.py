@@ -494,6 +494,7 @@ def test_options_in_tables_are_judged_as_well() -> None:
     assert not list(unjudged({"lr": 0.1, "betas": [0.9, 0.99]}))
 
 
+@pytest.mark.later
 def test_a_server_does_not_pick_a_sites_records(site: Site) -> None:
     """One record of its choice, by sizes and a seed; or a program's rows in place of the policy's file. The controls:
     a policy that lists both, an even split, a data set of a program."""

@@ -143,6 +143,7 @@ def test_messages_of_any_length_are_put_together_again() -> None:
     assert assembler.add(frames[2]) == Whole(3, 0, b"x" * 25)
 
 
+@pytest.mark.later
 def test_bytes_arrive_and_are_counted(world: World) -> None:
     big = random.Random(2).randbytes(2 * CHUNK_BYTES + 12_345)
     with serving(world) as server, dialed(world, server, echo):
@@ -180,6 +181,7 @@ def test_a_broken_connection_gets_the_stored_answer(world: World) -> None:
     assert worked == [b"a", b"b", b"c"]
 
 
+@pytest.mark.later
 def test_waiting_and_dropping(world: World) -> None:
     patience = Patience("drop", 1.0, least=2)
     silent = threading.Event()
@@ -292,6 +294,7 @@ def test_a_stream_ends_with_its_certificate(world: World) -> None:
         assert server.exchange({"east": b"the others"}) == {"east": b"answer to the others"}
 
 
+@pytest.mark.later
 def test_a_silo_leaves_a_server_whose_certificate_was_taken_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_client, "RECHECK", 0.0)
     with serving(world, names=("north",)) as server:
@@ -330,6 +333,7 @@ def imposter(port: int, folder: Path, kind: str) -> tuple[socket.socket, list[in
     return listening, calls
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("kind", "says"), [
     ("forged", "is not the one in the roster"), ("plaintext", "speaks no TLS 1.3"), ("closing", "no connection yet"),
 ])  # fmt: skip

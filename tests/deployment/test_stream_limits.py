@@ -201,6 +201,7 @@ def ended_within(link: socket.socket, seconds: float) -> bool:
     return False
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("slow", ["silent", "a byte at a time"])
 def test_half_open_connections_are_ended(world: World, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """60 connections from one address that never finish their handshake, and 10 of a member that go on a byte at a

@@ -80,6 +80,7 @@ class Door:
         return held.decode("latin-1")
 
 
+@pytest.mark.later
 def test_a_site_reads_its_table_by_the_policys_dictionary_and_query(world: World, tmp_path: Path) -> None:
     door = Door(world, tmp_path)
     assert door.join("one").nonce
@@ -93,6 +94,7 @@ def test_a_site_reads_its_table_by_the_policys_dictionary_and_query(world: World
     assert "other rows than in job 'two'" in door.log()
 
 
+@pytest.mark.later
 def test_a_changed_cohort_is_refused_where_it_is_pinned(world: World, tmp_path: Path) -> None:
     door = Door(world, tmp_path, cohort="pinned")
     assert door.join("one").nonce
@@ -108,6 +110,7 @@ def test_a_changed_cohort_is_refused_where_it_is_pinned(world: World, tmp_path: 
     assert door.join("three").nonce
 
 
+@pytest.mark.later
 def test_a_job_goes_on_with_the_rows_that_it_began_with_alone(world: World, tmp_path: Path) -> None:
     door = Door(world, tmp_path)
     assert door.join("one").nonce
@@ -117,6 +120,7 @@ def test_a_job_goes_on_with_the_rows_that_it_began_with_alone(world: World, tmp_
         door.join("one")
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("rows", "rule", "said"),
     [
@@ -143,6 +147,7 @@ def test_what_does_not_fit_is_refused_before_any_round_and_told_to_nobody(
     assert "rows of data set" not in log
 
 
+@pytest.mark.later
 def test_rows_with_a_gap_are_left_out_where_the_policy_says_so(world: World, tmp_path: Path) -> None:
     door = Door(world, tmp_path)
     assert door.join("whole").nonce
@@ -154,6 +159,7 @@ def test_rows_with_a_gap_are_left_out_where_the_policy_says_so(world: World, tmp
     assert "as in job 'whole'" in door.log()
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("more", [{"query": "SELECT 1"}, {"dictionary": "d.toml"}, {"tables": {"x": "/etc/passwd"}}])
 def test_a_server_names_neither_query_nor_dictionary_nor_tables(
     world: World, tmp_path: Path, more: dict[str, Any]
@@ -173,6 +179,7 @@ def test_a_server_names_neither_query_nor_dictionary_nor_tables(
         site.close()
 
 
+@pytest.mark.later
 def test_the_result_says_which_rows_it_rests_on(world: World, tmp_path: Path) -> None:
     job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 1}, aggregation={"kind": "masked"})
     job.run()

@@ -65,6 +65,7 @@ def test_the_sampled_gaussian_is_dp_accountings(rate: float, noise: float) -> No
     assert (ours[finite] <= theirs.rdp[finite] * (1 + 2e-8)).all()
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("rate", "noise"), [(0.01, 1.0), (0.3, 2.0), (0.001, 0.4), (0.97, 12.0)])
 def test_fractional_orders_against_quadrature_in_many_digits(rate: float, noise: float) -> None:
     with mpmath.workdps(40):
@@ -157,6 +158,7 @@ def test_prv_refuses_where_it_would_hang() -> None:
         accountants.epsilon(Repeated(PoissonSampled(1e-4, Gaussian(4.0)), 10**9), 1e-5, "prv")
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     "name", [pytest.param(job, marks=pytest.mark.slow if job == "very high epsilon" else ()) for job in JOBS]
 )

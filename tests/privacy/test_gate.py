@@ -166,6 +166,7 @@ def _spread(terms: Terms, asked: DP, silos: int, size: int) -> tuple[np.ndarray,
     return total, hidden
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(("dropouts", "colluders"), [(0, 0), (2, 1)])
 def test_variance_of_the_summed_noise(dropouts: int, colluders: int) -> None:
     """1e6 draws: the variance of J / honest times the design within 1%, seven standard errors (1e-12 false alarms).

@@ -36,6 +36,7 @@ def least_noise(budget: Budget, kind: str) -> Job:
     return kind_of_job(kind, high)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("kind", ["full batch", "sampled"])
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 def test_one_job_that_just_fits(budget: Budget, kind: str) -> None:
@@ -48,6 +49,7 @@ def test_one_job_that_just_fits(budget: Budget, kind: str) -> None:
     assert exact <= budget.epsilon
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.later("epsilon 8 at delta 1e-06 (unit: record)")
 def test_many_different_jobs_never_exceed_the_budget(budget: Budget) -> None:

@@ -135,6 +135,7 @@ def test_a_statement_is_bound_to_its_key(tmp_path: Path, ledger: Ledger, witness
     assert witness.length(ledger.chain.public_key) == 0
 
 
+@pytest.mark.later
 @settings(deadline=None)
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_refused(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:

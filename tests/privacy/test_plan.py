@@ -13,6 +13,7 @@ from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled,
 from secure_fvi.privacy.plan import gaussian_job, plan, solve_noise, solve_rate, solve_rounds
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("accountant", "epsilon"),
     [

@@ -175,6 +175,7 @@ def test_margins_are_of_the_same_seed() -> None:
     assert (mine["mean"], mine["sd"]) == (pytest.approx(0.09), pytest.approx(0.01 * math.sqrt(2)))
 
 
+@pytest.mark.later
 def test_a_line_a_tau() -> None:
     rows = [
         {

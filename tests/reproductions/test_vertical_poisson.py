@@ -128,6 +128,7 @@ def test_mu_has_its_exact_conditional() -> None:
     torch.testing.assert_close(ratio(torch.tensor([-1.0])), ratio(torch.tensor([0.7])))
 
 
+@pytest.mark.later
 def test_a_small_run_has_the_right_shapes() -> None:
     effort, rows = Effort(1, 1, 60, 6, 6, 1, 1, "traced"), []
     for number in range(2):

@@ -320,6 +320,7 @@ def test_the_control_keyed_hashes_are_opened_by_one_colluder() -> None:
     assert [i for i in SPACE if _keyed_hashes(key, [i]) <= seen] == TARGET
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("honest", ["a", "b", "c"])
 def test_colluders_test_no_more_identifiers_than_they_committed_to(honest: str) -> None:
     world = _attacked(honest)
@@ -554,6 +555,7 @@ def test_a_silo_killed_at_any_write_goes_on(short: None, before: bool) -> None:
     assert kills == 15
 
 
+@pytest.mark.later
 def test_all_parties_killed_between_any_two_exchanges(short: None, tmp_path: Path) -> None:
     """Stores on the disk, sealed; once sizes are agreed the batches that are done are not asked for again."""
     whole = World(TABLES)

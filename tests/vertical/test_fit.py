@@ -212,6 +212,7 @@ def _stopped(config: Vertical | Soul, at: int, folder: Path) -> VerticalResult:
     return _fit(config, resume=True, **kept)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("options", [{}, {"model": "power", "weight_concentration": 5.0}])
 @pytest.mark.later("options1")
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -221,6 +222,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, options: dic
     assert whole.elbo == again.elbo
 
 
+@pytest.mark.later
 def test_prediction_is_the_sum_of_the_silos() -> None:
     """At small rho, beside logistic regression's own formula on all columns with the fitted coefficients."""
     result = _fit(Vertical(rounds=60, rho=0.01, learning_rate=0.05))

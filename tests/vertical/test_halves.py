@@ -167,6 +167,7 @@ def test_the_quadratic_bounds_the_likelihood_from_below() -> None:
             assert bool((then - now >= gain - 1e-12).all())
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("steps", [1, 4])
 def test_an_update_can_be_traced(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secure_fvi.compiled.TRACE_AFTER_CALLS", 0)

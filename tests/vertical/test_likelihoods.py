@@ -77,6 +77,7 @@ def test_slopes_match_finite_differences(likelihood: Likelihood) -> None:
         assert float(found.predictor.abs().max()) <= likelihood.slope_bound
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("likelihood", KINDS, ids=lambda k: type(k).__name__)
 def test_curvature_bounds_the_hessian(likelihood: Likelihood) -> None:
     for seed in range(20):
