@@ -241,7 +241,6 @@ WARM = {"pvi", "bcm", "vcl", "streaming-vb"}
 ALL_NEEDED = {"vertical", "soul"}
 
 
-@pytest.mark.later
 @pytest.mark.usefixtures("few_draws")
 @cases(secret=True)
 @pytest.mark.later("pvi1", "sfvi-avg1")
@@ -274,7 +273,6 @@ def test_a_lost_answer_leaves_its_silo_as_it_was(case: Case) -> None:
         _lose(alone, lost)
 
 
-@pytest.mark.later
 @cases()
 @pytest.mark.later("pvi1", "sfvi-avg0")
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(case: Case, tmp_path: Path) -> None:

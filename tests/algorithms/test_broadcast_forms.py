@@ -146,7 +146,6 @@ class Attacked:
             vars(party).update(state)
 
 
-@pytest.mark.later
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "sfvi, full")) for c in CASES])
 @pytest.mark.later("sfvi-avg, full", "sfvi, to the end")
 def test_a_broadcast_of_another_form_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,6 @@ def _exact(program: PVIProgram, rows: Mapping[str, Tensor], z: Tensor) -> tuple[
     return float(value.detach()) - in_unit, z.grad
 
 
-@pytest.mark.later
 @pytest.mark.parametrize("crossed", [False, True])
 @pytest.mark.later("False")
 def test_of_a_normal_likelihood_nothing_is_approximated(crossed: bool) -> None:

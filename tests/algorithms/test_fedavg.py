@@ -90,7 +90,6 @@ def test_one_silo_is_gradient_descent(logistic: bool) -> None:
     torch.testing.assert_close(result.posterior["beta"].mean, beta, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.later
 @pytest.mark.parametrize("logistic", [False, True])
 @pytest.mark.later("False")
 def test_one_local_step_is_pooled_gradient_descent(logistic: bool) -> None:

@@ -84,7 +84,6 @@ def page_of(
     return html.unescape((out / "report.html").read_text()).split("<details>")[0]
 
 
-@pytest.mark.later
 @pytest.mark.parametrize("engine", [ONE, APART])
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.later("plain-one process")

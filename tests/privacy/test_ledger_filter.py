@@ -49,7 +49,6 @@ def test_one_job_that_just_fits(budget: Budget, kind: str) -> None:
     assert exact <= budget.epsilon
 
 
-@pytest.mark.later
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.later("epsilon 8 at delta 1e-06 (unit: record)")
 def test_many_different_jobs_never_exceed_the_budget(budget: Budget) -> None:
