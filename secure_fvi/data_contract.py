@@ -277,6 +277,10 @@ _GATHERS = {
 }  # fmt: skip
 _TO_WHOLE = (Tensor.long, Tensor.int, Tensor.short, Tensor.to, Tensor.type)
 
+_SMALL = (torch.uint8, torch.bool)  # what columns may be beside floating point numbers and int64
+_ARITHMETIC = {"add", "radd", "iadd", "sub", "rsub", "isub", "subtract", "mul", "rmul", "imul", "multiply", "neg",
+               "negative", "pow", "rpow", "ipow", "square", "diff"}  # fmt: skip
+
 
 class _Columns(TorchFunctionMode):
     """Follows columns through a program: which tensor comes from which, and whether what is used as an index can be."""
@@ -296,7 +300,10 @@ class _Columns(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._look(func, args, kwargs)
+        wide = _widened(func, args, kwargs)
         out = func(*args, **kwargs)
+        if wide is not None:
+            self._check_wrapped(func, args, out, wide)
         names = frozenset().union(*(self._names.get(t, frozenset()) for t in tensors_in((args, *kwargs.values()))))
         if names:
             for tensor in tensors_in((out,)):
@@ -331,6 +338,19 @@ class _Columns(TorchFunctionMode):
                         f"silo '{self.silo}': {self.of(args[0])} holds fractions in {count} of {self.size} rows, where "
                         "the model takes whole numbers (labels); round() or floor() them if that is meant"
                     )
+
+    def _check_wrapped(self, func: Any, args: Any, out: Any, wide: Tensor) -> None:
+        """Of columns that stay as small as they came: 3 - 5 of eight bits is 254, and True + True is True."""
+        if not (names := self.of(*args)) or not isinstance(out, Tensor) or out.dtype not in _SMALL:
+            return
+        if count := self._rows(out.long() != wide):
+            small, end, sooner = "whole numbers of eight bits", "which end at 255", ".float() of them"
+            if out.dtype == torch.bool:
+                small, end, sooner = "truth values", "of which True + True is True", ".float() of them, or | for 'or'"
+            raise DataError(
+                f"silo '{self.silo}': {func.__name__.strip('_')}() of {small}, from {names}, goes past what these "
+                f"hold in {count} of {self.size} rows, {end}: write {sooner}"
+            )
 
     def _check_index(self, index: Tensor, length: int) -> None:
         names = self.of(index)
@@ -367,3 +387,17 @@ def _indices(table: Tensor, key: Any) -> Iterator[tuple[Tensor, int]]:
 
 def _axes(part: Any) -> int:
     return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+def _widened(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """What arithmetic of numbers in small types would be without their end; None where there are none."""
+    if getattr(func, "__name__", "").strip("_") not in _ARITHMETIC or "out" in kwargs:
+        return None
+    if not any(isinstance(a, Tensor) and a.dtype in _SMALL for a in args):
+        return None
+    if any(isinstance(a, Tensor) and a.is_floating_point() for a in args):
+        return None
+    with contextlib.suppress(Exception):  # the function itself fails then, or is none of whole numbers
+        wide = func(*(a.long() if isinstance(a, Tensor) and a.dtype in _SMALL else a for a in args), **kwargs)
+        return wide if isinstance(wide, Tensor) and wide.dtype == torch.int64 else None
+    return None

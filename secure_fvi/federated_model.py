@@ -243,7 +243,7 @@ def _laid(record: npt.NDArray[np.int64], columns: Mapping[str, Any], most: int, 
         if isinstance(value, Shared) or not (isinstance(value, Tensor) or is_array(value)):
             out[name] = value
             continue
-        tensor = as_tensor(value, f"silo '{silo}': '{name}'")
+        tensor = _whole(as_tensor(value, f"silo '{silo}': '{name}'"))
         if tensor.dim() == 0 or len(tensor) != len(record):
             raise InputError(f"silo '{silo}': '{name}' must have {len(record)} rows, as its group has")
         out[name] = torch.from_numpy(laid_out(tensor.numpy(), record, most))
@@ -424,9 +424,16 @@ def _refuse_entries(bad: npt.NDArray[np.bool_], where: str, what: str) -> None:
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.is_floating_point():
         return tensor.to(dtype)
-    # Labels of eight bits would index as a mask does; images of eight bits stay as small as they are.
-    keep = tensor.dtype == torch.bool or (tensor.dtype == torch.uint8 and tensor.dim() > 1)
-    return tensor if keep else tensor.to(torch.int64)
+    return _whole(tensor)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Whole numbers of any size as int64. Labels of eight bits would index as a mask does, and their differences wrap
+    round; images of eight bits stay as small as they are (`data_contract` looks at their arithmetic)."""
+    small = tensor.dtype == torch.uint8 and tensor.dim() > 1
+    if tensor.is_floating_point() or tensor.dtype == torch.bool or small:
+        return tensor
+    return tensor.to(torch.int64)
 
 
 def check_schemas_agree(schemas: Mapping[str, Schema]) -> Schema:

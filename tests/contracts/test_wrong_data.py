@@ -440,3 +440,50 @@ def test_a_file_joined_to_itself() -> None:
     _build(_normal, {"y": _u}, twice, record_ids=ids)
     _build(_normal, {"y": _u}, {"y": _g.repeat(2).double()})
     _build(_normal, {"y": _u}, {"y": torch.cat([_u, _u[:5]])})
+
+
+def _gain(score: Tensor) -> None:
+    gain = pyro.sample("gain", dist.Normal(0.0, 10.0))
+    with pyro.plate("r", len(score)):
+        pyro.sample("y", dist.Normal(gain, 5.0), obs=(score[:, 1] - score[:, 0]).to(torch.get_default_dtype()))
+
+
+_SCORES = np.array([[20, 15], [10, 30], [40, 41]] * 4)  # four of twelve go down
+
+
+def test_arithmetic_that_wraps_round() -> None:
+    """Columns of eight bits side by side stay so: 15 - 20 is 251 there. What keeps within 0 to 255 is taken."""
+    ups, down = torch.from_numpy(np.sort(_SCORES, 1).astype(np.uint8)), torch.from_numpy(_SCORES.astype(np.uint8))
+    assert (down[:, 1] - down[:, 0])[0] == 251  # what a fit would go by
+    said = _refusal(_gain, {"score": ups}, {"score": down})
+    assert "silo 'silo-2': sub() of whole numbers of eight bits, from 'score', goes past what these hold" in said
+    assert "in 4 of 12 rows" in said
+    _build(_gain, {"score": ups}, {"score": ups})
+    _build(_gain, {"score": down.long()}, {"score": down.long()})
+
+
+def _factors(smokes: Tensor, drinks: Tensor, y: Tensor) -> None:
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(slope * (smokes + drinks), 1.0), obs=y)
+
+
+def test_truth_values_that_are_added_up() -> None:
+    """True + True is True, where a person has two risks. What is true of nobody twice is taken, as are numbers."""
+    yes, no = torch.arange(N) % 3 == 0, torch.arange(N) % 3 == 1
+    once, both = {"smokes": yes, "drinks": no, "y": _u}, {"smokes": yes, "drinks": yes, "y": _u}
+    said = _refusal(_factors, once, both)
+    assert "silo 'silo-2': add() of truth values, from 'drinks', 'smokes', goes past what these hold" in said
+    assert "in 4 of 12 rows" in said
+    _build(_factors, once, once)
+    _build(_factors, *({k: v.double() for k, v in d.items()} for d in (once, both)))
+
+
+def test_groups_of_eight_bits_are_whole_numbers() -> None:
+    """A frame's column of eight bits, laid out by group, is what it is without groups."""
+    model = sf.FederatedModel(_gain, group="patient")
+    given = {"patient": np.repeat(np.arange(6), 2), "score": _SCORES[:, 0].astype(np.uint8)}
+    score = model.prepared({"a": given})["a"]["score"]
+    assert score.shape == (6, 2)
+    assert score.dtype == torch.int64
+    assert int((score[:, 1] - score[:, 0]).min()) == -20
