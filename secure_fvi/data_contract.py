@@ -19,6 +19,7 @@ import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.distributions import biject_to
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -294,7 +295,7 @@ class _Columns(TorchFunctionMode):
 
     def of(self, *values: Any) -> str:
         """The columns that some values come from, in quotes."""
-        found = {name for value in tensors_in(values) for name in self._names.get(value, ())}
+        found = {name for value in tensors_in(values) for name in self._of(value)}
         return ", ".join(f"'{name}'" for name in sorted(found))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -304,11 +305,15 @@ class _Columns(TorchFunctionMode):
         out = func(*args, **kwargs)
         if wide is not None:
             self._check_wrapped(func, args, out, wide)
-        names = frozenset().union(*(self._names.get(t, frozenset()) for t in tensors_in((args, *kwargs.values()))))
+        names = frozenset().union(*(self._of(t) for t in tensors_in((args, *kwargs.values()))))
         if names:
-            for tensor in tensors_in((out,)):
-                self._names[tensor] = names | self._names.get(tensor, frozenset())
+            for tensor in map(_of_all_rows, tensors_in((out,))):
+                self._names[tensor] = names | self._of(tensor)
         return out
+
+    def _of(self, value: Tensor) -> frozenset[str]:
+        found: frozenset[str] = self._names.get(_of_all_rows(value), frozenset())
+        return found
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is Tensor.__getitem__:
@@ -321,6 +326,9 @@ class _Columns(TorchFunctionMode):
             classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
             if classes > 0:
                 self._check_index(args[0], classes)
+        elif func in (torch.take, Tensor.take):
+            given = {**dict(zip(("input", "index"), args, strict=False)), **kwargs}
+            self._check_index(given["index"], given["input"].numel())
         elif func in _GATHERS:
             given = {**dict(zip(_GATHERS[func], args, strict=False)), **kwargs}
             at = given.get("index", given.get("indices"))
@@ -343,7 +351,7 @@ class _Columns(TorchFunctionMode):
         """Of columns that stay as small as they came: 3 - 5 of eight bits is 254, and True + True is True."""
         if not (names := self.of(*args)) or not isinstance(out, Tensor) or out.dtype not in _SMALL:
             return
-        if count := self._rows(out.long() != wide):
+        if count := self._rows(_of_all_rows(out.long() != wide)):
             small, end, sooner = "whole numbers of eight bits", "which end at 255", ".float() of them"
             if out.dtype == torch.bool:
                 small, end, sooner = "truth values", "of which True + True is True", ".float() of them, or | for 'or'"
@@ -353,7 +361,7 @@ class _Columns(TorchFunctionMode):
             )
 
     def _check_index(self, index: Tensor, length: int) -> None:
-        names = self.of(index)
+        names, index = self.of(index), _of_all_rows(index)
         if not names or index.dtype == torch.bool:
             return
         if index.is_floating_point() or index.dtype == torch.uint8:
@@ -387,6 +395,13 @@ def _indices(table: Tensor, key: Any) -> Iterator[tuple[Tensor, int]]:
 
 def _axes(part: Any) -> int:
     return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+def _of_all_rows(value: Tensor) -> Tensor:
+    """A tensor within torch.vmap, which there has one row's shape and cannot be looked at, as that of all rows."""
+    while is_batchedtensor(value):
+        value = get_unwrapped(value)
+    return value
 
 
 def _widened(func: Any, args: Any, kwargs: Any) -> Tensor | None:

@@ -448,6 +448,13 @@ def _gain(score: Tensor) -> None:
         pyro.sample("y", dist.Normal(gain, 5.0), obs=(score[:, 1] - score[:, 0]).to(torch.get_default_dtype()))
 
 
+def _gain_by_row(score: Tensor) -> None:
+    gain = pyro.sample("gain", dist.Normal(0.0, 10.0))
+    with pyro.plate("r", len(score)):
+        gained = torch.vmap(lambda one: one[1] - one[0])(score)
+        pyro.sample("y", dist.Normal(gain, 5.0), obs=gained.to(torch.get_default_dtype()))
+
+
 _SCORES = np.array([[20, 15], [10, 30], [40, 41]] * 4)  # four of twelve go down
 
 
@@ -458,7 +465,9 @@ def test_arithmetic_that_wraps_round() -> None:
     said = _refusal(_gain, {"score": ups}, {"score": down})
     assert "silo 'silo-2': sub() of whole numbers of eight bits, from 'score', goes past what these hold" in said
     assert "in 4 of 12 rows" in said
+    assert "from 'score', goes past what these hold in 4 of 12 rows" in _refusal(_gain_by_row, {"score": down})
     _build(_gain, {"score": ups}, {"score": ups})
+    _build(_gain_by_row, {"score": ups}, {"score": ups})
     _build(_gain, {"score": down.long()}, {"score": down.long()})
 
 
@@ -487,3 +496,18 @@ def test_groups_of_eight_bits_are_whole_numbers() -> None:
     assert score.shape == (6, 2)
     assert score.dtype == torch.int64
     assert int((score[:, 1] - score[:, 0]).min()) == -20
+
+
+@pytest.mark.parametrize("look_up", [lambda a, g: torch.vmap(lambda one: a[one])(g), torch.take, Tensor.take])
+def test_labels_that_are_looked_up_a_row_at_a_time(look_up: Callable[..., Tensor]) -> None:
+    """-1 for what is missing takes the last group's value, within torch.vmap too, and by torch.take."""
+
+    def fn(g: Tensor, y: Tensor) -> None:
+        level = pyro.sample("level", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(look_up(level, g), 1.0), obs=y)
+
+    right, wrong = {"g": torch.arange(N) % 3, "y": _u}, {"g": torch.arange(N) % 3 - 1, "y": _u}
+    assert look_up(torch.tensor([1.0, 2.0, 5.0]), wrong["g"])[0] == 5.0  # without a word
+    _build(fn, right, right)
+    assert "silo 'silo-2': 'g' points outside of what it indexes in 4 of 12 rows" in _refusal(fn, right, wrong)
