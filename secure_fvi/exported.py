@@ -22,7 +22,9 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import flatten
@@ -353,6 +355,52 @@ class Program(NamedTuple):
     warnings: tuple[str, ...]  # what was to be said of the program
 
 
+#: Whole numbers as columns may hold them beside those of 64 bits, and arithmetic of them that may go past these.
+_SMALL, _PASSES = (torch.uint8, torch.bool), _words("add sub rsub mul neg pow square")
+
+
+class _Columns(TorchFunctionMode):
+    """Follows columns through a graph, as `data_contract` does through a program. Raises DataError where whole numbers
+    of theirs are places before the first, which PyTorch counts from the end, or go past what their small type holds,
+    which wraps round."""
+
+    def __init__(self, rows: Params, size: int, silo: str) -> None:
+        super().__init__()
+        self._size, self._silo = size, silo
+        self._names: Any = WeakTensorKeyDictionary()
+        for name, value in rows.items():
+            self._names[value] = frozenset([name])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, given = getattr(func, "__name__", "").partition(".")[0], list(_tensors([*args, *kwargs.values()]))
+        names = frozenset[str]().union(*map(self._of, given))
+        found = func(*args, **kwargs)
+        if not names:
+            return found
+        if name in ("index", "index_put"):
+            for place in _tensors(args[1]):
+                if place.dtype.is_signed and (of := self._of(place)):
+                    self._refuse(place < 0, of, "is an index, and less than 0,", "number groups from 0 on")
+        elif name in _PASSES and isinstance(found, Tensor) and found.dtype in _SMALL:
+            wide = func(*(a.long() if isinstance(a, Tensor) and a.dtype in _SMALL else a for a in args), **kwargs)
+            past = f"goes past what whole numbers of eight bits, or truth values, hold, in {name},"
+            self._refuse(found.long() != wide, names, past, "write .float() of them in the model")
+        for made in _tensors([found] if isinstance(found, Tensor) else found):
+            self._names[made] = names | self._of(made)
+        return found
+
+    def _of(self, value: Tensor) -> frozenset[str]:
+        found: frozenset[str] = self._names.get(value, frozenset())
+        return found
+
+    def _refuse(self, bad: Tensor, names: frozenset[str], what: str, remedy: str) -> None:
+        rows = bad.reshape(len(bad), -1).any(1)[: self._size] if bad.dim() and len(bad) > self._size else bad
+        if count := int(rows.sum()):
+            of = ", ".join(f"'{name}'" for name in sorted(names))
+            raise DataError(f"silo '{self._silo}': {of} {what} in {count} of {self._size} rows; {remedy}")
+
+
 class _Evaluated(NamedTuple):
     terms: dict[Role, list[Tensor]]
     constrained: Params
@@ -373,7 +421,8 @@ class GraphDensity(LogDensity):
             if count:
                 raise DataError(f"silo '{silo}': the data do not fit site '{name}' in {count} of {size} rows: {words}")
         start = Start(z[0], z[1], z[2], {n: v.to(z[0].device) for n, v in self.program.start.theta.items()})
-        terms = self.evaluate(*start[:3], start.theta, rows)
+        with _Columns(rows, size, silo):
+            terms = self.evaluate(*start[:3], start.theta, rows)
         count = int((~torch.isfinite(terms.records[:size])).sum())
         if count or not all(bool(torch.isfinite(t).all()) for t in flatten(start)):
             raise DataError(

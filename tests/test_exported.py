@@ -287,6 +287,37 @@ def test_data_that_do_not_fit_are_refused_with_and_without_the_program(traced: b
         sf.fit(Traced(model) if traced else model, bad, algorithm, sf.Plain())
 
 
+def by_group(y: Tensor, of: Tensor, score: Tensor) -> None:
+    level = pyro.sample("level", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(level[of] + (score[:, 1] - score[:, 0]), 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("of", torch.tensor([0, -1, 2, -1]), "'silo-2': 'of' is an index, and less than 0, in 2 of 4 rows"),
+        (
+            "score",
+            torch.tensor([[1, 2], [3, 2], [2, 2], [0, 9]]).byte(),
+            "'silo-2': 'score' goes past .* in 1 of 4 rows",
+        ),
+    ],
+)
+def test_whole_numbers_that_a_graph_would_take_for_others_are_refused(
+    column: str, value: Tensor, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: where nobody follows columns the last group, and 255 for -1, are taken without a word."""
+    model = Traced(FederatedModel(by_group))
+    rows = {"y": torch.ones(4), "of": torch.tensor([0, 1, 2, 1]), "score": torch.tensor([[1, 2]] * 4).byte()}
+    silos = [rows, {**rows, column: value}]
+    with pytest.raises(InputError, match=says):
+        sf.fit(model, silos, sf.SFVI(iterations=2), sf.Plain())
+    assert sf.fit(model, [rows, rows], sf.SFVI(iterations=2), sf.Plain())
+    monkeypatch.setattr(exported, "_Columns", lambda *_: nullcontext())
+    assert sf.fit(model, silos, sf.SFVI(iterations=2), sf.Plain())
+
+
 @pytest.fixture(scope="module")
 def content() -> bytes:
     return export(FederatedModel(plain), LINE, torch.float64)

@@ -502,7 +502,7 @@ def _clip_parts(gate: Gate, changes: Tensor) -> Any:
 def _with_parts(self: Any, message: Any, local: Any, view: Any, gate: Gate) -> Any:
     """`PVIProgram.contribute` as it was: what was released beyond the kept changes is dealt out to all parts."""
     local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
-    parts = [self._answered(message, k, part, views[k], False)[0] for k, part in enumerate(local.parts)]
+    parts = [self._answered(message, k, part, views[k])[0] for k, part in enumerate(local.parts)]
     rows = torch.stack([part.change.pack() * self._per_unit(message, view.silo) for part in parts])
     release = _clip_parts(gate, rows)
     kept = rows * (CLIP / 2 / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
