@@ -41,6 +41,9 @@ class AggregationError(SecureFVIError):
 class BoundError(AggregationError):
     """A silo's contribution that is past what was declared, or no number. It stays at that silo, and so does this."""
 
+    #: Whether a column there lies so far from 0, in its sds, that no algorithm moves an intercept and its slope.
+    uncentred = False
+
 
 class BudgetError(SecureFVIError):
     """A privacy budget that would be exceeded. Nothing was released or charged. The command line exits 3."""

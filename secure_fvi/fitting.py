@@ -254,6 +254,8 @@ def fit(
         try:
             return drained(by)
         except (AggregationError, NoStart) as error:
+            if getattr(error, "uncentred", False):  # which many rounds more do not cure
+                raise
             before: Any = by or default_algorithm(model, silos, privacy, complete(_of_run(options))["dtype"])
             if before.name == "sfvi":
                 if not rounds or before.learning_rate < _LEAST_RATE:

@@ -72,6 +72,10 @@ _log = logging.getLogger(__name__)
 _SHARED = b"secure-fvi/shared-past/2"
 #: Root mean square from which on a column is taken to be on a raw scale.
 _RAW = 5.0
+#: In sds: a mean from which on an intercept and a slope go together to within 1e-4.
+_FAR = 100.0
+#: And from which on it does not differ but by rounding.
+_SAME = 1e9
 #: What `on_event` hears of a question that this silo's data could not answer: a site counts them over jobs.
 UNANSWERABLE = "unanswerable"
 #: So many answers that were used make up for one that was not (`Limits.left_out`).
@@ -262,8 +266,11 @@ class Silo:
             said = self._said(error, broadcast)
             if said is None:
                 raise
-            kind = BoundError if isinstance(error, BoundError) else AggregationError
-            raise kind(said) from (None if isinstance(error, BoundError) else error)
+            if not isinstance(error, BoundError):
+                raise AggregationError(said) from error
+            found = BoundError(said)
+            found.uncentred = self._uncentred()
+            raise found from None
         self._tell(past)
         self.past = past._replace(
             turn=turn, claimed=digest, made=index, failed=failed, cohort=broadcast.cohort, answered=digest,
@@ -322,6 +329,17 @@ class Silo:
         with contextlib.suppress(Exception):  # what a server sent may have no mean
             why = problem.density.misplaced(problem, self.program.where(broadcast), rows)  # type: ignore[attr-defined]
         return f"{str(said).partition(';')[0]}: {why}" if why else str(said)
+
+    def _uncentred(self) -> bool:
+        """Of this silo's data: whether a column is far from 0 in its own sds, as a calendar year is."""
+        rows: Mapping[str, torch.Tensor] = getattr(self.view, "rows", {})
+        for value in rows.values():
+            if value.is_floating_point():
+                sd, mean = torch.std_mean(value[: self.size].double(), 0, correction=0)
+                off = mean.abs() / sd
+                if bool(((off > _FAR) & (off < _SAME)).any()):
+                    return True
+        return False
 
     def _on_raw_scales(self) -> str:
         """What of this silo's data may be why a contribution is too large, by name."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
+from secure_fvi.errors import AggregationError, BoundError, InputError, SecureFVIWarning
 from secure_fvi.families.gaussian import FULL_UP_TO
 from secure_fvi.fitting import default_algorithm
 
@@ -101,6 +101,29 @@ def test_where_a_local_fit_runs_off_sfvi_begins_anew(monkeypatch: pytest.MonkeyP
     for more in ({"algorithm": own}, {"checkpoint_dir": tmp_path / "run"}):
         with pytest.raises(AggregationError, match="change"):
             sf.fit(_level, silos, **quick, **more)  # type: ignore[call-overload]
+
+
+def _by_year(x: Tensor, y: Tensor) -> None:
+    a, b = pyro.sample("a", dist.Normal(0.0, 1e7)), pyro.sample("b", dist.Normal(0.0, 1e3))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(a + b * x, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_column_far_from_zero_is_refused_before_many_rounds(centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calendar year beside a wide prior: SFVI would take minutes, and not converge. The control: the same
+    column about its centre, where SFVI is tried."""
+    monkeypatch.setattr("secure_fvi.fitting.PVI", lambda: sf.PVI(bound=1e-9))
+    monkeypatch.setattr("secure_fvi.fitting.SFVI", lambda: sf.SFVI(iterations=5))
+    year = torch.arange(1990.0, 2020.0).double()
+    silos = [{"x": year[k::3] - (2005 if centred else 0), "y": (year[k::3] - 2005) / 9} for k in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecureFVIWarning)
+        if centred:
+            assert sf.fit(_by_year, silos, compile=False, threads=1).algorithm == "sfvi"
+        else:
+            with pytest.raises(BoundError, match="Of its columns 'x' are far from 0"):
+                sf.fit(_by_year, silos, compile=False, threads=1)
 
 
 def _flat(y: Tensor) -> None:

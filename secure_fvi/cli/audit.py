@@ -52,7 +52,6 @@ def audit(
     epsilons: tuple[float, ...],
     delta: float,
     workers: int,
-    exported: bool,
     quiet: bool,
     **ordered: Any,
 ) -> None:
@@ -62,7 +61,7 @@ def audit(
     with its own privacy; or with --all under plain, masked, homomorphic and private sums, as they are by default.
     --list tells the attacks.
     """
-    began = time.monotonic()
+    began, exported = time.monotonic(), ordered.pop("exported")
     from secure_fvi.runs.config import read
 
     if not ordered["source"].is_dir():  # before PyTorch is loaded: what is wrong with the file is said at once
