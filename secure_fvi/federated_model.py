@@ -287,7 +287,8 @@ def read_data(data: Data, silo: str, dtype: torch.dtype) -> tuple[Schema, Record
     constants: dict[str, Any] = {}
     for name, value in data_columns(data, silo).items():
         if isinstance(value, Shared):
-            constants[name] = _cast(value.tensor, dtype)
+            # Nobody looks at arithmetic of what all know: it does not wrap round.
+            constants[name] = _cast(value.tensor.long() if value.tensor.dtype == torch.uint8 else value.tensor, dtype)
         elif isinstance(value, Tensor) or is_array(value):
             rows[name] = _cast(as_tensor(value, f"silo '{silo}': '{name}'"), dtype)
         else:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.errors import DataError, InputError
+from secure_fvi.federated_model import read_data
 from secure_fvi.fitting import build_parties
 
 N, BAD = 12, 3
@@ -511,3 +512,12 @@ def test_labels_that_are_looked_up_a_row_at_a_time(look_up: Callable[..., Tensor
     assert look_up(torch.tensor([1.0, 2.0, 5.0]), wrong["g"])[0] == 5.0  # without a word
     _build(fn, right, right)
     assert "silo 'silo-2': 'g' points outside of what it indexes in 4 of 12 rows" in _refusal(fn, right, wrong)
+
+
+def test_shared_numbers_of_eight_bits_do_not_wrap_round() -> None:
+    """3 - 5 would be 254 in a table of eight bits, which all silos know."""
+    table = sf.Shared(torch.tensor([[5, 3], [2, 9]]).byte())
+    schema, _ = read_data({"y": torch.ones(3), "table": table}, "here", torch.float64)
+    shared = schema.constants["table"]
+    assert (shared[:, 1] - shared[:, 0]).tolist() == [-2, 7]
+    assert (table.tensor[:, 1] - table.tensor[:, 0]).tolist() == [254, 7]
