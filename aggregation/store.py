@@ -177,14 +177,21 @@ class SqliteStore:
     def _transaction(self, full: bool = True) -> Iterator[None]:
         with self._errors():
             self._synchronous(full)
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
+            with committed(self._connection):
                 yield
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+
+
+@contextmanager
+def committed(connection: sqlite3.Connection) -> Iterator[None]:
+    """One transaction, which nobody else's write comes between; nothing is written where anything is raised."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # a full disk has ended it already
+            connection.execute("ROLLBACK")
+        raise
 
 
 def _packed(number: int) -> bytes:

@@ -11,6 +11,7 @@ from time import monotonic, sleep
 from typing import Any, Generic, TypeVar
 
 from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.store import committed
 from secure_fvi.errors import InputError, ProtocolError, RecordError
 from secure_fvi.privacy.chain import GENESIS, NOTHING, RECEIPT, ChainKind, ChainReader, Row, make_row, timestamp
 from secure_fvi.privacy.witness import Countersignature, check_receipt, make_statement
@@ -96,14 +97,8 @@ class ChainFile:
             if durable != self._durable:
                 self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
                 self._durable = durable
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
+            with committed(self._connection):
                 yield
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
 
     def sync(self) -> None:
         """Force to the disk what transactions that were not durable have written."""
