@@ -32,15 +32,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import pyro
 import torch
 
 import secure_fvi
-from secure_fvi.deployment.model_hash import Closure, read_model
+from secure_fvi.aggregation.store import Sealer
+from secure_fvi.deployment.model_hash import Closure, package_digest, read_model
 from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.session_messages import pack_schema
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.exported import Elsewhere, Program, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.files import write_atomically
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.records import model_of
 
@@ -99,6 +102,35 @@ def _walls(tool: str) -> list[str]:
     ]  # fmt: skip
 
 
+class KeptTrace:
+    """What the fence made of a model, in a file of this party's job, sealed: a process that takes the job up again need
+    not trace. It holds for these files of the model, of this package, under this Python, PyTorch and Pyro alone."""
+
+    def __init__(self, path: Path, secret: bytes) -> None:
+        """secret: `Home.state_secret`."""
+        self._path, self._sealer = path, Sealer(secret, f"trace/{path.parent.name}".encode())
+
+    def __repr__(self) -> str:
+        return f"KeptTrace({str(self._path)!r})"
+
+    @staticmethod
+    def _name(asked: bytes) -> str:
+        here = (platform.machine(), sys.version, torch.__version__, pyro.__version__)
+        return hashlib.sha256(repr((package_digest(), here)).encode() + asked).hexdigest()
+
+    def read(self, asked: bytes) -> bytes | None:
+        """What was made of this. None where nothing was, or what lies there was altered, or is of something else."""
+        try:
+            return self._sealer.open(self._name(asked), self._path.read_bytes())
+        except (InputError, OSError):
+            return None
+
+    def write(self, asked: bytes, content: bytes) -> None:
+        """In the place of what was there."""
+        with contextlib.suppress(OSError):  # a job that can keep nothing ends where it has to
+            write_atomically(self._path, self._sealer.seal(self._name(asked), content), private=True)
+
+
 @dataclass(frozen=True, eq=False)
 class FencedModel:
     """A function of a file, which only the fence calls. hidden: this site's folders, should they lie below Python's."""
@@ -109,6 +141,7 @@ class FencedModel:
     silo_sites: tuple[str, ...] | None
     start: Mapping[str, Any]
     hidden: tuple[Path, ...] = ()
+    kept: KeptTrace | None = None
 
     @property
     def roles(self) -> FederatedModel:
@@ -132,7 +165,12 @@ class FencedModel:
         key = hashlib.sha256(repr(sources).encode() + message).digest()
         if key not in _answers:  # a job that is taken up again asks for the same
             _answers.clear()
-            _answers[key] = _traced(self.closure, message, pack_schema(schema), self.hidden)
+            content = None if self.kept is None else self.kept.read(key)
+            if content is None:
+                content = _traced(self.closure, message, pack_schema(schema), self.hidden)
+                if self.kept is not None:
+                    self.kept.write(key, content)
+            _answers[key] = content
         program = read_program(_answers[key], schema, checked=True)
         if program.start.z_global.dtype != dtype:
             raise InputError("what was traced of the model has another type of numbers than the run")
@@ -154,7 +192,12 @@ def _gone(*_: Any, **__: Any) -> NoReturn:
 
 
 def model_for(
-    config: Config, sandbox: Literal["required", "off"], agreed: bytes | None, package: bytes | None, *hidden: Path
+    config: Config,
+    sandbox: Literal["required", "off"],
+    agreed: bytes | None,
+    package: bytes | None,
+    *hidden: Path,
+    kept: KeptTrace | None = None,
 ) -> tuple[FederatedModel | Elsewhere, str]:
     """The model of `config` for a process that holds keys and data, in `hidden`; and what it is called.
 
@@ -173,7 +216,7 @@ def model_for(
         return model_of(config)
     check_fence()
     model = config.model
-    fenced = FencedModel(read.closure, name, model.record_plate, model.silo_sites, dict(model.start), hidden)
+    fenced = FencedModel(read.closure, name, model.record_plate, model.silo_sites, dict(model.start), hidden, kept)
     return fenced, f"{name} in {Path(path).name}"
 
 

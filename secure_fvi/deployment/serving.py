@@ -26,7 +26,7 @@ from secure_fvi.deployment import session_messages as talk
 from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail, seen_heads
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
 from secure_fvi.deployment.evidence import Evidence, sign_report, write_evidence
-from secure_fvi.deployment.fence import model_for
+from secure_fvi.deployment.fence import KeptTrace, model_for
 from secure_fvi.deployment.going import Stand, Teller
 from secure_fvi.deployment.holding import boot_id, open_store
 from secure_fvi.deployment.home import Home
@@ -95,7 +95,8 @@ def remote_federation(
         columns.check_allowed(make_offer(config, at, home.id, manifest(config).hash, now(), "asked"), home)
         description = f"{config.model.likelihood} response of predictors summed over {disclosed.silos} silos"
     else:
-        model, description = model_for(config, sandbox, None, None, home.path)
+        kept = KeptTrace(folder.checkpoints / "trace", home.state_secret())
+        model, description = model_for(config, sandbox, None, None, home.path, kept=kept)
     if isinstance(model, MixedModel):
         model.check_apart(privacy)
     threads = 1 if config.run.threads == "auto" else config.run.threads

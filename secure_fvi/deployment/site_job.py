@@ -48,7 +48,7 @@ from secure_fvi.building import (
 from secure_fvi.compiled import choose_threads
 from secure_fvi.deployment.countersigning import open_ledger
 from secure_fvi.deployment.deciding import Decision
-from secure_fvi.deployment.fence import model_for
+from secure_fvi.deployment.fence import KeptTrace, model_for
 from secure_fvi.deployment.going import Stand, Unfit
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_held
 from secure_fvi.deployment.home import Home
@@ -86,6 +86,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _log = logging.getLogger(__name__)
 #: The survivors that were signed for each question, over all sessions.
 _QUESTIONS, _COHORTS = "questions.signed", "cohorts.json"
+_TRACE = "trace"
 #: Sessions of a job that a site opens: each is another order of the ring, which a server sees before anything is sent.
 MOST_SESSIONS = 64
 #: Answers of a silo that a server may leave unused, and one more for every ten that it used; honest ones lose few.
@@ -167,7 +168,8 @@ class SiteJob:
         """Read the data, trace the model, and build what answers rounds."""
         home, decision, (algorithm, aggregation, privacy) = self.home, self.decision, self._chosen
         hidden = [home.path, *decision.policy.files, *files_of(config)]
-        model, _ = model_for(config, decision.policy.sandbox, decision.offer.model, decision.offer.package, *hidden)
+        offer, kept = decision.offer, KeptTrace(self.folder / _TRACE, home.state_secret())
+        model, _ = model_for(config, decision.policy.sandbox, offer.model, offer.package, *hidden, kept=kept)
         dtype = config.run.torch_dtype
         own = self._records(config, self._local, model, dtype)
         self.schema, self.cohort, ids_are_own = own.schema, own.cohort, own.ids_are_own
@@ -339,6 +341,7 @@ class SiteJob:
                 *self.folder.glob(f"{_QUESTIONS}*"),
                 self.folder / "secret",
                 self.folder / "fresh",
+                self.folder / _TRACE,
             ):
                 path.unlink(missing_ok=True)
 

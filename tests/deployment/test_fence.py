@@ -29,7 +29,7 @@ from secure_fvi.cli import cli
 from secure_fvi.deployment import fence
 from secure_fvi.deployment.countersigning import open_trail
 from secure_fvi.deployment.deciding import decide
-from secure_fvi.deployment.fence import FencedModel, check_fence, model_for
+from secure_fvi.deployment.fence import FencedModel, KeptTrace, check_fence, model_for
 from secure_fvi.deployment.fenced import export
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.model_hash import Closure, closure, manifest, package_digest
@@ -468,6 +468,9 @@ def test_a_deployed_job_runs_the_graph_and_never_the_file(job: Job, monkeypatch:
     assert not imported()
     remote = job.run()
     assert not imported()
+    assert not [
+        path for home in job.world.homes.values() for path in home.state_folder.rglob("trace")
+    ]  # the job is over
     local = job.local()
     assert imported()
     for name in ("fenced_parts", "secure_fvi_user_model"):
@@ -478,6 +481,54 @@ def test_a_deployed_job_runs_the_graph_and_never_the_file(job: Job, monkeypatch:
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_a_job_that_is_taken_up_again_is_not_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where all is as it was, and the file is the one that this party wrote: controls trace anew, and what they
+    find is never taken for the other's."""
+    traced: list[bytes] = []
+
+    def trace(closure: Closure, message: bytes, schema: bytes, hidden: tuple[Path, ...]) -> bytes:
+        traced.append(closure.sources["<model>"])
+        return export(FederatedModel(made, "r"), SCHEMA, torch.float64)
+
+    def made(y: torch.Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    def taken_up(
+        job: str = "asthma", secret: bytes = bytes(32), source: bytes = b"x", dtype: Any = torch.float64
+    ) -> int:
+        """How often it was traced by a new process."""
+        monkeypatch.setattr(fence, "_answers", {})
+        (tmp_path / job).mkdir(exist_ok=True)
+        kept, before = KeptTrace(tmp_path / job / "trace", secret), len(traced)
+        model = FencedModel(Closure({"<model>": source}, {}, {}), "made", "r", None, {}, kept=kept)
+        assert model.exported(SCHEMA, dtype).layout.size("global") == 1
+        return len(traced) - before
+
+    monkeypatch.setattr(fence, "_traced", trace)
+    assert taken_up() == 1
+    assert taken_up() == 0
+    assert (tmp_path / "asthma" / "trace").stat().st_mode & 0o077 == 0
+    assert taken_up(source=b"z") == 1
+    assert taken_up() == 1  # one is kept, of the last
+    assert taken_up(secret=bytes(31) + b"1") == 1
+    assert taken_up() == 1
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "trace").write_bytes((tmp_path / "asthma" / "trace").read_bytes())
+    assert taken_up("other") == 1  # another job's
+    content = bytearray((tmp_path / "asthma" / "trace").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "asthma" / "trace").write_bytes(content)
+    assert taken_up() == 1
+    for what, found in (("torch.__version__", "1"), ("pyro.__version__", "1"), ("package_digest", lambda: bytes(32))):
+        with monkeypatch.context() as other:
+            other.setattr(f"secure_fvi.deployment.fence.{what}", found)
+            assert taken_up() == 1, what
+        assert taken_up() == 1
+        assert taken_up() == 0
 
 
 def test_without_a_sandbox_a_site_refuses_unless_it_says_off(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
