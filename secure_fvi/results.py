@@ -639,8 +639,10 @@ def _runs(
     latents = {site.name for site in layout.sites} | ({name for name, _ in layout.choices} if not scored else set())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + noise)
-        for k, z in enumerate(posterior.draws(n, seed)):
-            values, _ = problem.density.constrain(z, posterior.theta)
+        draws = posterior.draws(n, seed)
+        sites = over_draws(lambda z: problem.density.constrain(z, posterior.theta)[0], draws)
+        for k, z in enumerate(draws):
+            values = {name: value[k] for name, value in sites.items()}
             if local is not None:
                 values = {**values, **local(z, seed + k)}
             for chosen in problem.density.chosen() if scored else [{}]:
