@@ -10,7 +10,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from columns_run import AT_SILO, MATCHED, PEOPLE, VERTICAL, ColumnsJob, census, 
 from consortium_run import HOLDER, SILOS, Job
 from deployment_world import World, new_world
 from safetensors.torch import load
+from test_network_faults import Relay
 
 pytest.importorskip("nvflare")
 
@@ -30,7 +31,19 @@ from secure_fvi.errors import SecureFVIError, SecureFVIWarning
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import parse
 from secure_fvi_lab.bench.engine import whole_job
-from secure_fvi_lab.bench.flare import ADMIN, HUB, JOB_AT_SERVER, JOB_AT_SITE, SERVER, SITE, Flare, campaign, times
+from secure_fvi_lab.bench.flare import (
+    ADMIN,
+    HUB,
+    JOB_AT_SERVER,
+    JOB_AT_SITE,
+    MAIN,
+    SERVER,
+    SITE,
+    Flare,
+    campaign,
+    times,
+)
+from secure_fvi_lab.bench.kills import different
 from secure_fvi_lab.bench.world import allow, consortium, posterior
 
 pytestmark = pytest.mark.slow
@@ -160,6 +173,82 @@ def test_killed_processes_come_back_by_themselves(flare: Processes, tmp_path: Pa
     assert killed == [1]
     assert any("goes on after round" in line for line in said), said
     assert _posterior(job) == _local(job)
+
+
+def _during(job: Job, what: Callable[[], None]) -> threading.Thread:
+    """Does it once a job has had 20 rounds."""
+
+    def wait() -> None:
+        until = time.monotonic() + 300
+        while (latest_round(job.folder / "remote" / "checkpoint") or 0) < 20 and time.monotonic() < until:
+            time.sleep(0.1)
+        what()
+
+    found = threading.Thread(target=wait)
+    found.start()
+    return found
+
+
+#: Seconds, three times what a server waits for a site of a job that has begun.
+_CUT = 150.0
+
+
+@pytest.mark.parametrize("how", ["silent", "refused"])
+def test_a_network_that_is_cut_for_minutes(tmp_path: Path, how: str) -> None:
+    """Between the server and all sites, longer than FLARE waits for any of them: nothing passes, as where a router has
+    failed, or all connections break and none is taken. The same bytes, and nobody's hand."""
+    with Processes(new_world(tmp_path / "world"), tmp_path) as flare:
+        relay = Relay(flare.port)
+        for name in SILOS:
+            kit = flare.kits / name / "startup" / "fed_client.json"
+            kit.write_text(kit.read_text().replace(f":{flare.port}", f":{relay.port}"))
+        flare.start(HUB, *SILOS)
+        job = Job(flare.world, tmp_path, algorithm={"name": "sfvi", "iterations": 400}, engine=FLARE)
+        passed: list[int] = []
+
+        def cut() -> None:
+            passed.append(latest_round(job.folder / "remote" / "checkpoint") or 0)
+            if how == "silent":
+                relay.stall(_CUT)
+                time.sleep(_CUT)
+            else:
+                relay.target = 1  # where nobody listens
+                relay.cut()
+                time.sleep(_CUT)
+                relay.target = flare.port
+            passed.append(latest_round(job.folder / "remote" / "checkpoint") or 0)
+
+        cutting = _during(job, cut)
+        flare.run(job)
+        cutting.join()
+        relay.close()
+        assert passed[1] <= passed[0] + 1  # it was a cut
+        assert _posterior(job) == _local(job)
+
+
+def test_a_site_whose_machine_is_started_again(tmp_path: Path) -> None:
+    """All of its processes end, and the name of its boot is another: what it claimed in between was not on the disk, so
+    that it opens a new session. The same bytes, and nobody's hand but that of what starts services."""
+    boot = tmp_path / "boot"
+    boot.write_text("the first")
+    main = "from pathlib import Path; import secure_fvi.deployment.holding as holding; "
+    main += f"holding._BOOT_ID = Path({str(boot)!r}); {MAIN}"
+    with Processes(new_world(tmp_path / "world"), tmp_path) as flare:
+        flare.start(HUB, *SILOS, main=main)
+        job = Job(flare.world, tmp_path, algorithm={"name": "sfvi", "iterations": 400}, engine=FLARE)
+
+        def reboot() -> None:
+            flare.running["east"].kill()
+            flare.running["east"].wait()
+            assert flare.kill("east", SITE) + flare.kill("east", JOB_AT_SITE) >= 1
+            boot.write_text("the second")
+            flare.start("east", main=main)
+
+        booting = _during(job, reboot)
+        flare.run(job)
+        booting.join()
+        assert different(flare.world.homes["east"].log_file, "open") >= 2
+        assert _posterior(job) == _local(job)
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ ADMIN, HUB = "admin@example.org", "hub"
 JOB_AT_SITE, SITE, JOB_AT_SERVER, SERVER = (
     "client.worker_process", "client.client_train", "server.runner_process", "server.server_train",
 )  # fmt: skip
-_MAIN = "from secure_fvi.cli import main; main()"
+MAIN = "from secure_fvi.cli import main; main()"
 _TOPIC, _REPLY = "bare", 15.0
 
 
@@ -55,9 +55,9 @@ class Flare:
 
         self.homes, self.folder = homes, folder
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+            self.port: int = free.getsockname()[1]
         roster = homes[HUB].roster(now())
-        (folder / "project.yml").write_text(flare_kits.project(roster, "localhost", port, ADMIN, scheme))
+        (folder / "project.yml").write_text(flare_kits.project(roster, "localhost", self.port, ADMIN, scheme))
         provision = [str(Path(sys.executable).with_name("nvflare")), "provision", "-p", str(folder / "project.yml")]
         subprocess.run([*provision, "-w", str(folder / "kits"), "--force"], check=True, stdout=subprocess.DEVNULL)
         self.kits = next((folder / "kits").glob("*/prod_00"))
@@ -74,10 +74,10 @@ class Flare:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def start(self, *names: str) -> None:
+    def start(self, *names: str, main: str = MAIN) -> None:
         for name in names:
             arguments = ["flare", "start", str(self.kits / name), "--home", str(self.homes[name].path), "--repeatable"]
-            self._run(name, ["-c", _MAIN, *arguments])
+            self._run(name, ["-c", main, *arguments])
 
     def start_bare(self, *names: str) -> None:
         """FLARE alone, as its kit says."""
