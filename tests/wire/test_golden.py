@@ -7,6 +7,7 @@ SECURE_FVI_GOLDEN=write writes them anew, but only where that number has changed
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from secure_fvi import alignment, messages, states
+from secure_fvi import alignment, messages, states, wire
 from secure_fvi.aggregation import homomorphic_schemes
 from secure_fvi.aggregation import messages as sum_messages
 from secure_fvi.aggregation.base import Block, BlockTable
@@ -29,6 +30,7 @@ from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast, Pending
 from secure_fvi.deployment import countersigning, holding, job, session_messages
 from secure_fvi.engines import letters, stream_messages
+from secure_fvi.errors import ProtocolError
 from secure_fvi.federated_model import Schema
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import make_row
@@ -186,3 +188,24 @@ def test_the_control_finds_a_change(change: str) -> None:
     assert _compared(golden, found, golden["numbers"]) == [name]
     golden["numbers"]["message"] -= 1
     assert _compared(golden, found, json.loads(json.dumps(NUMBERS))) == []
+
+
+def test_a_release_that_speaks_a_version_more_still_says_what_this_one_understands() -> None:
+    """Its messages begin with the version of their form, not with the newest: before, each of them was refused by who
+    speaks the older version alone, whatever the two had agreed on. The control: a form of the newest version."""
+    path = Path(sum_messages.__file__)
+    spec = importlib.util.spec_from_file_location("secure_fvi_of_tomorrow", path)
+    assert spec is not None
+    assert spec.loader is not None
+    tomorrow = importlib.util.module_from_spec(spec)
+    newest = wire.PROTOCOLS[-1] + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "PROTOCOLS", (*wire.PROTOCOLS, newest))
+        spec.loader.exec_module(tomorrow)
+    ours = sum_messages.KeysRequest(3)
+    assert tomorrow.pack(tomorrow.KeysRequest(3)) == sum_messages.pack(ours)
+    assert tuple(tomorrow.unpack_any(sum_messages.pack(ours))) == ours
+    refused = tomorrow.Codec(tomorrow._SCHEMAS, newest)
+    with pytest.raises(ProtocolError, match=f"a message of version {newest}; this side speaks"):
+        sum_messages.unpack_any(refused.pack(tomorrow.KeysRequest(3)))
+    assert all(codec._version <= wire.PROTOCOLS[0] for codec in CODECS.values())
