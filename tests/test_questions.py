@@ -159,17 +159,24 @@ def test_a_server_cannot_rewind_a_silo() -> None:
     assert silo.past.left_out == 1
 
 
-def test_rounds_come_to_an_end() -> None:
-    """The job's own rounds, and fewer where the site says so; 40 questions were answered before with a limit of 5."""
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize(
+    ("by", "most", "says"),
+    [("job", 6, "the job has no round 6"), ("site", 5, "5 rounds were answered"), ("nobody", 40, "")],
+)
+def test_rounds_come_to_an_end(by: str, most: int, says: str) -> None:
+    """Of a server that goes on: by the job's own rounds, and by the site's where the job's are more. The control looks
+    at neither, and answers 40 rounds of a job of six, as was done with a limit of 5."""
     server, engine, silo = parties()
-    silo.limits = Limits(rounds=5)
-    for _ in range(5):
+    server.program = parties(sf.SFVI(iterations=50))[0].program
+    for one in engine.silos.values() if by != "job" else ():
+        one.program.order = server.program.order
+    if by == "site":
+        silo.limits = Limits(rounds=5)
+    for _ in range(most):
         engine.run(server.round())
-    with pytest.raises(ProtocolError, match="5 rounds were answered"):
-        engine.run(server.round())
-    silo.limits = Limits()
-    engine.run(server.round())
-    with pytest.raises(ProtocolError, match="no round 6"):
+    assert silo.past.rounds == most
+    with pytest.raises(ProtocolError, match=f"^silo '{NAME}': {says}") if says else nullcontext():
         engine.run(server.round())
 
 
