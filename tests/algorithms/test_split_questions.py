@@ -635,6 +635,29 @@ def test_two_totals_that_lack_two_silos_each_tell_one_silos_term() -> None:
     assert (found - liar.term(ALONE)).norm() < 1e-6 * liar.term(ALONE).norm()
 
 
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("said", ["used", "not used"])
+def test_the_next_round_at_the_same_point_lacks_a_silo(said: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No silo knows where q should be by now, so that a server may name a point twice: the difference of the two totals
+    is the missing silo's term. What `max_differences` = 1 allows; no site that leaves it at 0 does, nor one that hears
+    that a total which it was shown was not used."""
+    limits = Limits(rounds=9, missing=1, differences=most, lacking=True, left_out=3)
+    liar, terms, release = Liar(sf.SFVI(iterations=9), limits, 1), dict[str, FloatArray](), Gate.release
+    monkeypatch.setattr(Gate, "release", lambda gate, v: release(gate, terms.setdefault(gate.silo, v)))
+    whole, last = liar.total(liar.first, liar.ask(liar.first)), int(said == "used")
+    again = liar.first._replace(
+        round=1, sum_index=2, accepted=dict.fromkeys(liar.names, last), sums=((1, 0, "round", 0),) * last
+    )
+    if said == "not used" or not most:
+        says = "has shown that silos signed it" if said == "not used" else "1 of the 5 silos asked are missing, past"
+        with pytest.raises(ProtocolError, match=says):
+            liar.total(again, {s: r for s, r in liar.ask(again).items() if s != ALONE})
+        return
+    rest = liar.total(again, {s: r for s, r in liar.ask(again).items() if s != ALONE})
+    for name, own in liar.table.split(terms[ALONE]).items():
+        assert np.abs(whole[name] - rest[name] - own).max() < 1e-6 * max(1.0, np.abs(own).max())
+
+
 def solved(liar: Liar, shares: list[list[float]], totals: list[Tensor]) -> float:
     """The largest error of the silos' terms as the totals' equations have them, in shares of each term."""
     found = torch.linalg.lstsq(torch.tensor(shares).double(), torch.stack(totals), driver="gelsd").solution
