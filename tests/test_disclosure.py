@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any, get_args
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from programs import make_intercepts
 
 import secure_fvi as sf
-from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.aggregation.base import Block, BlockTable, Total
 from secure_fvi.building import strong_enough
 from secure_fvi.cli.policy import disclosure_json, disclosure_lines
 from secure_fvi.deployment.policy import Allowed
@@ -288,6 +289,30 @@ def test_the_gate_lets_no_row_of_a_silo_out_that_the_job_does_not_disclose() -> 
     gate = Gate("a", tables, silos=SILOS, rows_of_silos=True)
     gate.begin(1, "round")
     gate.release(np.zeros(6))
+
+
+@pytest.mark.usefixtures("few_draws", "untraced")
+def test_control_a_masked_sum_with_rows_of_silos_tells_each_silos_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused above, where nobody looks: the total has each silo's own posterior."""
+    problem = make_intercepts()
+    algorithm = sf.SFVIAvg(rounds=1, local_steps=2, barycenter="trusted", family="diagonal")
+
+    def parties() -> Any:
+        return build_parties(problem.model, problem.silos, algorithm, sf.Masked(min_cohort=2), compile=False)
+
+    with pytest.raises(InputError, match="hide it in name only"):
+        parties()
+    monkeypatch.setattr("secure_fvi.disclosure._check_hidden", lambda *_: None)
+    (server, engine, _), totals, own, release = parties(), list[Total](), dict[str, Any](), Gate.release
+    monkeypatch.setattr(Gate, "release", lambda gate, v: release(gate, own.update({gate.silo: v}) or v))
+    server.observe(types.SimpleNamespace(total=lambda index, total: totals.append(total), released=lambda *_: None))
+    for _ in range(2):
+        engine.run(server.round())
+    split = server.program.tables["merge"].split
+    told = split(totals[-1].values)["means"]
+    assert len(np.unique(told.round(6), axis=0)) == len(problem.silos)
+    for row, name in enumerate(sorted(own)):
+        np.testing.assert_allclose(told[row], split(own[name])["means"][row], atol=1e-6)
 
 
 def test_presence_says_no_more_than_who_is_there() -> None:
