@@ -21,6 +21,7 @@ BASE = ("budget", "plan", "--delta", "1e-5")
 
 
 def test_plan_solves_for_the_noise(cli: CommandLine) -> None:
+    """By an accountant of somebody else's it costs no more than is said; the control, a fifth less noise, does."""
     given = ("--epsilon", "1", "--sampling-rate", "0.05", "--rounds", "40", "--noise", "silo")
     answer = cli(*BASE, *given, "--format", "json")
     assert answer.code == 0, answer.err
@@ -30,6 +31,8 @@ def test_plan_solves_for_the_noise(cli: CommandLine) -> None:
     event = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40 + found["retries"])
     assert found["epsilon"] == accountants.epsilon(event, 1e-5, "ledger") <= 1
     assert accountants.epsilon(event, 1e-5, "pld") < found["epsilon"]
+    less = Repeated(PoissonSampled(0.05, Gaussian(0.8 * found["noise_multiplier"])), 40 + found["retries"])
+    assert accountants.epsilon(less, 1e-5, "pld") > found["epsilon"]
 
 
 def test_a_plan_for_linked_records_keeps_the_epsilon_of_all_of_them(cli: CommandLine) -> None:
