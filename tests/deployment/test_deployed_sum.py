@@ -17,13 +17,13 @@ from consortium_run import Job
 from deployment_world import NOW, World
 from fuzzing import Opened, opened_job
 
+import secure_fvi as sf
 from secure_fvi.aggregation import Block, BlockTable, Masked, masked_silo
 from secure_fvi.aggregation.base import FloatArray, carry
 from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore
-from secure_fvi.algorithms.base import Order, Question
 from secure_fvi.deployment.consortium import session_id
 from secure_fvi.deployment.countersigning import open_trail, open_witness, records_keys
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
@@ -35,7 +35,6 @@ from secure_fvi.deployment.trail_verify import compare, verify
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, encode_broadcast
 from secure_fvi.runs.config import parse
-from secure_fvi.silo import Silo
 from secure_fvi.wire import PROTOCOLS
 
 CONFIG = {
@@ -156,21 +155,24 @@ def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
     return opened_job(made, DATA)
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_sites_answer_as_many_rounds_as_their_policies_say(
-    four: Opened, held: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server asks on. The control: silos that keep no count answer for as long as it likes."""
-    if not held:
-        monkeypatch.setattr(Order, "question", lambda self, message: Question(message.round, 0, 0))
-        monkeypatch.setattr(Order, "asked", lambda self, round_, phase: self.cohort(round_, phase))
-        monkeypatch.setattr(Silo, "_in_order", lambda self, past, message, question: past._replace(asked=question))
-    answered = 0
-    with contextlib.suppress(ProtocolError):
+@pytest.mark.parametrize(
+    ("by", "says"), [("job", "the job has no round 5"), ("policy", "5 rounds were answered"), ("nobody", "")]
+)
+def test_sites_answer_as_many_rounds_as_their_policies_say(four: Opened, by: str, says: str) -> None:
+    """The server asks on, as if the job had nine. Silos refuse by the job's number, and by their policies' where the
+    job's is nine. The control: silos that look at neither answer for as long as it likes."""
+    longer = sf.SFVI(iterations=9).server(four.server.program.problem)  # type: ignore[attr-defined]
+    four.server.program = longer
+    silos = [four.silo(site) for site in four.sites]
+    for silo in silos:
+        if by != "job":
+            silo.program.order = longer.order
+        if by == "nobody":
+            silo.limits = silo.limits._replace(rounds=None)
+    with pytest.raises(ProtocolError, match=f"^silo 'east': {says}") if says else contextlib.nullcontext():
         for _ in range(9):
             carry(four.server.round(), four.exchange)
-            answered += 1
-    assert answered == (5 if held else 9)
+    assert {silo.past.rounds for silo in silos} == {5 if says else 9}
 
 
 @pytest.mark.parametrize("held", [True, False])
