@@ -30,6 +30,13 @@ class ProtocolError(SecureFVIError):
     """A message that the protocol refuses: forged, replayed, malformed, out of turn. Nothing was released."""
 
 
+class HomeError(ProtocolError):
+    """A site's own roster, keys or other files that do not fit each other. The message names them: it is for that site
+    alone, and who is at the other end is told `TOLD` instead."""
+
+    TOLD = "its own files are not in order; its log says more"
+
+
 class SessionLost(SecureFVIError):
     """A silo has lost its share of the session (a restart of its machine): the session has to be opened anew."""
 

@@ -48,7 +48,7 @@ from secure_fvi.deployment.names import (
     read_bytes,
     reading_code,
 )
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import HomeError, InputError, ProtocolError
 from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
 
@@ -359,7 +359,8 @@ def load_roster(path: Path, now: datetime.datetime) -> ConsortiumRoster:
 
 
 def check_signatures(roster: ConsortiumRoster, folder: Path) -> None:
-    """Raises ProtocolError unless `folder` holds the signature of every member, and of nobody else."""
+    """Raises ProtocolError unless `folder` holds the signature of every member, and of nobody else; HomeError where
+    one is missing."""
     seen = set()
     for path in sorted(folder.glob("*.sig")):
         signature = read_signature(read_bytes(path, "the signature"), f"'{path}'")
@@ -367,7 +368,7 @@ def check_signatures(roster: ConsortiumRoster, folder: Path) -> None:
         seen.add(signature.member)
     missing = [name for name in roster.members if name not in seen]
     if missing:
-        raise ProtocolError(
+        raise HomeError(
             f"roster {roster.serial} is not signed by {', '.join(missing)}: signature missing in '{folder}'"
         )
 

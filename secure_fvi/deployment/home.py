@@ -37,7 +37,7 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.certificates import make_certificate, pem_of, read_certificate
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, load_roster, parse_roster, trusted
 from secure_fvi.deployment.names import Id, Role, Table, check_id, now, parse_table, read_bytes, write_bytes
-from secure_fvi.errors import InputError, ProtocolError, RecordError
+from secure_fvi.errors import HomeError, InputError, ProtocolError, RecordError
 from secure_fvi.files import make_private
 from secure_fvi.key_files import (
     TlsFiles,
@@ -183,8 +183,8 @@ class Home:
                 if found.public_key == named:
                     return found
         if not (self.path / "identity.pem").exists():
-            raise ProtocolError(f"'{self.path}' has no identity.pem: bring it back from a backup, or join anew")
-        raise ProtocolError(f"the roster names another identity for '{self.id}' than the one in '{self.path}'")
+            raise HomeError(f"'{self.path}' has no identity.pem: bring it back from a backup, or join anew")
+        raise HomeError(f"the roster names another identity for '{self.id}' than the one in '{self.path}'")
 
     def records_identity(self, public_key: bytes) -> Identity:
         """The present or former identity of `public_key`: a ledger or log stays with the key that began it."""
@@ -214,14 +214,14 @@ class Home:
 
     def tls_in(self, roster: ConsortiumRoster) -> str:
         """The folder of the present TLS key and certificate, or of those that are being rotated in, whichever `roster`
-        names for this site: "" or "next/". Raises ProtocolError where it names neither."""
+        names for this site: "" or "next/". Raises HomeError where it names neither."""
         named = roster.member(self.id)
         for folder in ("", "next/"):
             if (self.path / f"{folder}tls.crt").exists():
                 found = self.certificate(f"{folder}tls.crt")
                 if found == named.x509 and found.public_key() == self.tls_key(f"{folder}tls.key").public_key():
                     return folder
-        raise ProtocolError(
+        raise HomeError(
             f"the roster names another TLS key for '{self.id}' than the one in '{self.path}'; "
             "have it made with this site's newest request"
         )

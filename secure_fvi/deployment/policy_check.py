@@ -250,7 +250,7 @@ def _vertical(config: Config, data: DataRule, policy: SitePolicy, site: str | No
     asked = {s.id: s.predictor is not None for s in config.silo}
     if site is not None and asked.get(site, False) != (data.predictor is not None):
         has, lists = (
-            ("a program", "none") if data.predictor is None else ("all columns, linearly,", f"'{data.predictor}'")
+            ("a program", "none") if data.predictor is None else ("all columns, linearly,", "a program of its own")
         )
         yield f"its predictor here is {has} (data set '{data.id}' lists {lists})"
     if data.predictor is not None and policy.sandbox == "required":
@@ -278,7 +278,14 @@ def _model(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
 
 
 def _altered(offer: JobOffer, function: str | None = None) -> Iterator[str]:
-    here = manifest(offer.config, function, offer.package)
+    try:
+        here = manifest(offer.config, function, offer.package)
+    except InputError as error:
+        if function is None:  # of the job's own words
+            raise
+        _log.warning("%s", error)  # it names files
+        yield "this site's copy of the model cannot be read here; see its log"
+        return
     if here.hash != offer.model:
         yield (
             f"the model here hashes to {here.hash.hex()[:16]}..., not to the accepted {offer.model.hex()[:16]}...: "

@@ -29,6 +29,7 @@ from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import (
     BudgetError,
     DataError,
+    HomeError,
     InputError,
     PolicyError,
     ProtocolError,
@@ -263,6 +264,8 @@ class Site:
 def _for_trail(error: Exception) -> str:
     """What the paper trail says of an error: others read it, so that of all that may follow from data there is one
     sentence, and counts, lines and paths stand in the process's own log alone."""
+    if isinstance(error, HomeError):
+        return HomeError.TOLD
     if isinstance(error, ProtocolError | PolicyError | BudgetError):
         return printable(str(error))
     return type(error).__name__ if isinstance(error, OSError) else DataError.TOLD

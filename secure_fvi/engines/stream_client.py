@@ -37,7 +37,7 @@ from secure_fvi.engines.stream_messages import (
     reason,
     split_address,
 )
-from secure_fvi.errors import BudgetError, DataError, PolicyError, ProtocolError, SessionLost
+from secure_fvi.errors import BudgetError, DataError, HomeError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed
 
@@ -204,7 +204,7 @@ _AS_DATA = f"{DataError.TOLD}, or computing on them failed; the site's log says 
 
 
 def answered(handle: Handler, job: str, message: bytes) -> tuple[int, bytes]:
-    """Status and answer; nothing of an unforeseen error but its kind."""
+    """Status and answer; nothing of an unforeseen error but its kind, and of what names this site's files nothing."""
     try:
         return MESSAGE, handle(job, message)
     except SessionLost as error:
@@ -212,7 +212,7 @@ def answered(handle: Handler, job: str, message: bytes) -> tuple[int, bytes]:
         return RESTART, b""
     except (ProtocolError, PolicyError) as error:
         _log.warning("a message was refused: %s", error)
-        return REFUSAL, reason(str(error))
+        return REFUSAL, reason(HomeError.TOLD if isinstance(error, HomeError) else str(error))
     except DataError as error:  # it counts rows, which is for this site alone
         _log.error("job '%s' is refused: %s", job, error)
         return REFUSAL, reason(_AS_DATA)

@@ -652,7 +652,9 @@ def test_what_a_policy_does_not_list_is_refused_by_name(world: World, tmp_path: 
 
     assert said() == ""
     own = {"predictor": "own.py:effect"}
-    assert "its predictor here is all columns, linearly, (data set 'data' lists" in said(own, sandbox="off")
+    text = said(own, sandbox="off")
+    assert "its predictor here is all columns, linearly, (data set 'data' lists a program of its own)" in text
+    assert str(home.path) not in text  # a server hears it
     silos = tuple(s.model_copy(update=own if s.id == "north" else {}) for s in job.config.silo)
     theirs = job.config.model_copy(update={"silo": silos})
     assert "its predictor here is a program (data set 'data' lists none)" in said(config=theirs)

@@ -28,7 +28,9 @@ from secure_fvi.deployment.policy import ModelRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check, check_terms, unjudged
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.deployment.trail_verify import rows, verify
-from secure_fvi.errors import InputError, PolicyError, ProtocolError
+from secure_fvi.engines.stream_client import answered
+from secure_fvi.engines.stream_messages import REFUSAL
+from secure_fvi.errors import HomeError, InputError, PolicyError, ProtocolError
 from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.gate import NoiseSource
 from secure_fvi.privacy.ledger_terms import Budget, Job, Term
@@ -576,7 +578,33 @@ def test_another_bound_is_another_model(site: Site) -> None:
 def test_a_function_needs_the_sites_own_copy(site: Site) -> None:
     site.refused(site.offer(), "names no 'function'", model=[{"hash": site.table["model"][0]["hash"]}])
     (site.folder / "model.py").unlink()
-    site.refused(site.offer(model=bytes.fromhex(site.table["model"][0]["hash"])), "cannot be read here", "no file")
+    site.refused(site.offer(model=bytes.fromhex(site.table["model"][0]["hash"])), "model cannot be read here; see its")
+
+
+@pytest.mark.parametrize("spoilt", ["gone", "altered", "identity", "signature"])
+def test_no_refusal_tells_a_server_where_a_sites_files_lie(
+    world: World, site: Site, spoilt: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each once did: a model's file that is gone, or runs what no hash names, another identity than the roster's, a
+    signature that is missing. The control is the site's own log, which says where."""
+    home, agreed = world.homes["north"], bytes.fromhex(site.table["model"][0]["hash"])
+    site.policy()
+    message = sign_offer(site.offer(model=agreed), world.homes["hub"].identity())
+    if spoilt == "gone":
+        (site.folder / "model.py").unlink()
+    elif spoilt == "altered":
+        (site.folder / "model.py").write_text(MODEL + "\n\neval('1')\n")
+    with closing(open_trail(home)) as trail:
+        if spoilt == "identity":
+            for file in (home.path / "identity.pem", home.path / "identity.pub"):
+                file.write_bytes((world.homes["south"].path / file.name).read_bytes())
+        elif spoilt == "signature":
+            next(home.roster_file(1).with_suffix(".sig").glob("*.sig")).unlink()
+        status, said = answered(lambda _, body: decide(home, body, trail, NOW, met=True) and b"", "job", message)
+    assert status == REFUSAL
+    assert str(home.path) in caplog.text
+    assert str(home.path) not in said.decode()
+    assert any(word in said.decode() for word in ("outside this site's policy", HomeError.TOLD))
 
 
 def test_a_policy_that_others_may_edit_is_refused(site: Site) -> None:

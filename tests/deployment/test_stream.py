@@ -30,7 +30,7 @@ from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import CHUNK_BYTES, MESSAGE, Assembler, Hello, Welcome, Whole, parts
 from secure_fvi.engines.stream_server import StreamServer
-from secure_fvi.errors import AggregationError, InputError, ProtocolError, SessionLost
+from secure_fvi.errors import AggregationError, HomeError, InputError, ProtocolError, SessionLost
 from secure_fvi.key_files import TlsFiles, create_key
 
 SILOS = ("east", "north", "south")
@@ -279,6 +279,17 @@ def test_who_is_not_admitted_is_told_why_and_the_others_go_on(
         Dialer(world, server, "north", echo).refused("the server refused this silo", "'north' is for another TLS key")
         assert any("another TLS key than roster 2 names" in text for text in server.refused)
         assert server.exchange({"east": b"still here"}) == {"east": b"answer to still here"}
+
+
+def test_a_refusal_tells_nobody_where_the_servers_files_lie(world: World) -> None:
+    """Its own roster lacks a signature, in the middle of a change, say. The control: its own log names the file."""
+    home = world.homes["hub"]
+    with serving(world) as server:
+        next(home.roster_file(1).with_suffix(".sig").glob("*.sig")).unlink()
+        dialer = Dialer(world, server, "north", echo)
+        dialer.refused("the server refused this silo", HomeError.TOLD)
+        assert str(home.path) not in str(dialer.error)
+        assert any(str(home.path) in text for text in server.refused)
 
 
 def test_a_stream_ends_with_its_certificate(world: World) -> None:
