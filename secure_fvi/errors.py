@@ -64,9 +64,22 @@ class RecordError(SecureFVIError, OSError):
 
 
 class PolicyError(SecureFVIError):
-    """A job that a site's policy does not allow, whoever asks for it. Nothing ran. The command line exits 2."""
+    """A job that a site's policy does not allow, whoever asks for it. Nothing ran. The command line exits 2. told: what
+    the server and the paper trail hear, where the message names what else the site has."""
 
     exit_code = 2
+
+    def __init__(self, message: str, told: str | None = None) -> None:
+        super().__init__(message)
+        self.told = message if told is None else told
+
+
+def told(error: Exception) -> str:
+    """What of a refusal the other end may hear, and who reads a paper trail: of what this site has nothing but what was
+    asked for."""
+    if isinstance(error, PolicyError):
+        return error.told
+    return HomeError.TOLD if isinstance(error, HomeError) else str(error)
 
 
 def without_colours(text: str) -> str:

@@ -16,7 +16,15 @@ from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import MATCHED, JobEntry, Trail
-from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError, SessionLost
+from secure_fvi.errors import (
+    HomeError,
+    InputError,
+    PolicyError,
+    ProtocolError,
+    SecureFVIError,
+    SessionLost,
+    told,
+)
 from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.settings import exact_totals
 from secure_fvi.runs.config import Config, chosen
@@ -171,8 +179,10 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
 
 
 def _reason(error: Exception) -> str:
-    """For the log, which has a row of every offer, whatever kept it from being read."""
-    return printable(str(error)) if isinstance(error, SecureFVIError) else f"{type(error).__name__}, unforeseen"
+    """For the log, which has a row of every offer, whatever kept it from being read, and which others read too."""
+    if isinstance(error, InputError):  # a ledger that cannot be read, say, by its path
+        return HomeError.TOLD
+    return printable(told(error)) if isinstance(error, SecureFVIError) else f"{type(error).__name__}, unforeseen"
 
 
 def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:

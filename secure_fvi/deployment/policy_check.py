@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -93,6 +93,14 @@ _FOLLOWS_FROM = {
 }
 
 
+class _Reason(NamedTuple):
+    """Why a job is refused. own: what the policy allows instead, where that names data sets or models that the job did
+    not: for the site's own people."""
+
+    text: str
+    own: str = ""
+
+
 def check(
     offer: JobOffer,
     policy: SitePolicy,
@@ -100,7 +108,8 @@ def check(
     roster: ConsortiumRoster | None = None,
     site: str | None = None,
 ) -> DataRule | None:
-    """The data that the job may use. Raises PolicyError with every reason against it and what the policy allows.
+    """The data that the job may use. Raises PolicyError with every reason against it and what the policy allows; the
+    server is not told of other data sets and models.
 
     A key holder (role) runs no model and has no data: roster, sums, silos and rounds count there, and None is returned.
     So do they at a server, unless it holds a response that its own ledger guards: it is judged as a silo is.
@@ -111,11 +120,13 @@ def check(
     """
     role = "silo" if role == "server" and held_by_server(offer.config) else role
     try:
-        reasons = list(_reasons(offer, policy, role, roster, site))
+        found = list(_reasons(offer, policy, role, roster, site))
     except InputError as error:
-        reasons = [f"it cannot be read here: {error}"]
-    if reasons:
-        raise PolicyError(printable(f"job '{offer.job}' is outside this site's policy: {'; '.join(reasons)}", 4000))
+        found = [f"it cannot be read here: {error}"]
+    if reasons := [_Reason(r) if isinstance(r, str) else r for r in found]:
+        said, told = ("; ".join(parts) for parts in ((r.text + r.own for r in reasons), (r.text for r in reasons)))
+        begins = f"job '{offer.job}' is outside this site's policy: "
+        raise PolicyError(printable(begins + said, 4000), printable(begins + told, 4000))
     return policy.data[offer.data_set] if role == "silo" else None
 
 
@@ -165,7 +176,7 @@ def unjudged(value: Any, where: str = "") -> Iterator[str]:
 
 def _reasons(
     offer: JobOffer, policy: SitePolicy, role: Role, roster: ConsortiumRoster | None, site: str | None
-) -> Iterator[str]:
+) -> Iterator[str | _Reason]:
     config = offer.config
     if offer.roster not in policy.rosters:
         yield f"roster {offer.roster.hex()[:16]}... is not accepted ({_few([r.hex()[:16] for r in policy.rosters])})"
@@ -199,7 +210,7 @@ def _reasons(
     yield from _disclosures(found, (algorithm, dp), policy)
     yield from _privacy(dp, policy.privacy)
     if data is None:
-        yield f"data set '{offer.data_set}' is not offered ({_few(policy.data)})"
+        yield _Reason(f"data set '{offer.data_set}' is not offered", f" ({_few(policy.data)})")
         return
     yield from _records(config, data, policy)
     if config.vertical:
@@ -264,10 +275,11 @@ def _said(alignment: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{key} = {value!r}" for key, value in sorted((alignment or {}).items())) or "nothing"
 
 
-def _model(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
+def _model(offer: JobOffer, policy: SitePolicy) -> Iterator[str | _Reason]:
     rule = policy.models.get(offer.model)
     if rule is None:
-        yield f"model {offer.model.hex()[:16]}... is not accepted ({_few([h.hex()[:16] for h in policy.models])})"
+        known = _few([h.hex()[:16] for h in policy.models])
+        yield _Reason(f"model {offer.model.hex()[:16]}... is not accepted", f" ({known})")
         return
     if offer.config.model.function is not None and rule.function is None:
         yield "its model is a function of a file, and the policy names no 'function' for this hash"
@@ -298,7 +310,7 @@ def _numbers_of(said: Mapping[str, Any]) -> str:
     return "".join(f", {name} {said[name]}" for name in ("most", "priors") if name in said)
 
 
-def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iterator[str]:
+def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iterator[str | _Reason]:
     """A formula that nobody agreed to is compared as text and not read; nor is one whose dictionary is not the
     site's."""
     model = offer.config.model
@@ -311,7 +323,7 @@ def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iter
             for text in rule.formulas
         ]
         what = f"formula '{model.formula}', family {wanted['family']}{record}{_numbers_of(wanted)}"
-        yield f"{what}, is not accepted ({_few(allowed)})"
+        yield _Reason(f"{what}, is not accepted", f" ({_few(allowed)})")
         return
     altered = list(_altered(offer))
     yield from altered

@@ -29,12 +29,12 @@ from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import (
     BudgetError,
     DataError,
-    HomeError,
     InputError,
     PolicyError,
     ProtocolError,
     SecureFVIError,
     SessionLost,
+    told,
 )
 from secure_fvi.files import write_atomically
 from secure_fvi.key_files import TlsFiles
@@ -264,10 +264,8 @@ class Site:
 def _for_trail(error: Exception) -> str:
     """What the paper trail says of an error: others read it, so that of all that may follow from data there is one
     sentence, and counts, lines and paths stand in the process's own log alone."""
-    if isinstance(error, HomeError):
-        return HomeError.TOLD
     if isinstance(error, ProtocolError | PolicyError | BudgetError):
-        return printable(str(error))
+        return printable(told(error))
     return type(error).__name__ if isinstance(error, OSError) else DataError.TOLD
 
 

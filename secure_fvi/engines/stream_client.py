@@ -37,7 +37,7 @@ from secure_fvi.engines.stream_messages import (
     reason,
     split_address,
 )
-from secure_fvi.errors import BudgetError, DataError, HomeError, PolicyError, ProtocolError, SessionLost
+from secure_fvi.errors import BudgetError, DataError, PolicyError, ProtocolError, SessionLost, told
 from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed
 
@@ -212,7 +212,7 @@ def answered(handle: Handler, job: str, message: bytes) -> tuple[int, bytes]:
         return RESTART, b""
     except (ProtocolError, PolicyError) as error:
         _log.warning("a message was refused: %s", error)
-        return REFUSAL, reason(HomeError.TOLD if isinstance(error, HomeError) else str(error))
+        return REFUSAL, reason(told(error))
     except DataError as error:  # it counts rows, which is for this site alone
         _log.error("job '%s' is refused: %s", job, error)
         return REFUSAL, reason(_AS_DATA)

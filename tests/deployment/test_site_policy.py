@@ -607,6 +607,31 @@ def test_no_refusal_tells_a_server_where_a_sites_files_lie(
     assert any(word in said.decode() for word in ("outside this site's policy", HomeError.TOLD))
 
 
+def test_a_refusal_tells_a_server_of_no_other_data_set_or_model(world: World, site: Site) -> None:
+    """One offer of what no site has once brought the names of all its data sets, and the formulas of other studies. The
+    control: what the site's own people read has them; what was asked for, and limits, the server is told."""
+    home, hub = world.homes["north"], world.homes["hub"].identity()
+    formula = {"formula": "relapse ~ dose + (1 | physician)", "family": "bernoulli"}
+    site.policy(data=[{"id": "clinic", "path": "clinic.csv"}], model=[*site.table["model"], formula])
+    text = {"kind": "number", "low": 0, "high": 1}
+    model = {"formula": "y ~ x", "dictionary": {"format": 1, "columns": {"x": text, "y": text}}}
+    own, told = "", b""
+    with closing(open_trail(home)) as trail:
+        for of, known in ((config(), bytes(32)), (config(model=model), manifest(config(model=model)).hash)):
+            message = sign_offer(site.offer(of, known, "cohort"), hub)
+            with pytest.raises(PolicyError) as caught:
+                decide(home, message, trail, NOW, met=True)
+            own += str(caught.value)
+            told += answered(lambda _, body: decide(home, body, trail, NOW, met=True) and b"", "job", message)[1]
+        noted = b"".join(path.read_bytes() for path in home.path.glob("audit-log.sqlite*"))
+    for secret in ("clinic", "relapse", site.table["model"][0]["hash"][:16]):
+        assert secret in own
+        assert secret.encode() not in told + noted
+    for words in ("data set 'cohort' is not offered", "formula 'y ~ x'", "model 0000000000000000... is not accepted"):
+        assert words.encode() in told
+        assert words.encode() in noted
+
+
 def test_a_policy_that_others_may_edit_is_refused(site: Site) -> None:
     site.policy()
     path = site.folder / "policy.toml"
