@@ -14,7 +14,7 @@ from secure_fvi.aggregation.homomorphic_schemes import scheme_named
 from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
-from secure_fvi.aggregation.plain import WIRE, Plain, PlainSilo
+from secure_fvi.aggregation.plain import SALT, WIRE, Plain, PlainSilo
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.store import MemoryStore, Store
 from secure_fvi.errors import AggregationError, InputError
@@ -98,7 +98,7 @@ class PlainServer:
                 left_out.append(silo)
                 _log.warning("sum %d: silo '%s' is left out: %s", index, silo, wrong)
                 continue
-            values += np.frombuffer(data, WIRE)
+            values += np.frombuffer(data, WIRE, table.size)
             survivors.append(silo)
         if not survivors:
             named = "".join(f"; silo '{silo}' sent what does not fit" for silo in left_out[:3])
@@ -108,9 +108,10 @@ class PlainServer:
 
 def _misfit(data: bytes, table: BlockTable) -> str:
     """Why `data` is no contribution by this table; empty where it is one. Quotes none of it."""
-    if len(data) != table.size * WIRE.itemsize:
-        return f"{len(data)} bytes, where {table.size * WIRE.itemsize} are expected"
-    for name, inside in table.split((np.abs(np.frombuffer(data, WIRE)) <= table.bounds).astype(np.float64)).items():
+    if len(data) != (expected := table.size * WIRE.itemsize + SALT):
+        return f"{len(data)} bytes, where {expected} are expected"
+    values = np.frombuffer(data, WIRE, table.size)
+    for name, inside in table.split((np.abs(values) <= table.bounds).astype(np.float64)).items():
         if not inside.all():
             return f"its part of '{name}' is not finite or past the bound"
     return ""

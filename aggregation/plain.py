@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,9 +16,14 @@ from secure_fvi.aggregation.base import (
     Seat,
     SumSilo,
 )
+from secure_fvi.aggregation.store import Store
 from secure_fvi.errors import AggregationError, ProtocolError
 
 WIRE = np.dtype("<f8")
+#: Bytes at random behind the values, which a silo draws for a session and only its server sees. Logs have the SHA-256
+#: of what was sent and go from hand to hand: without these a guess at a silo's term, as at its number of records, could
+#: be tried on it.
+SALT = 32
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,18 @@ class Plain:
         """Nothing is masked or signed."""
 
     def at_silo(self, seat: Seat) -> SumSilo:
-        """One silo's half, which needs its name alone."""
-        return PlainSilo(seat.silo)
+        """One silo's half."""
+        return PlainSilo(seat.silo, seat.store)
 
 
 class PlainSilo:
-    """A silo's half: checks the values as every kind does, then sends them as they are."""
+    """A silo's half: checks the values as every kind does, then sends them as they are, for the server alone to see."""
 
-    def __init__(self, silo_id: str) -> None:
+    def __init__(self, silo_id: str, store: Store | None = None) -> None:
+        """store: for another process, which makes the same bytes again."""
         self.silo_id = silo_id
         self._last_index = -1
+        self._salt = os.urandom(SALT) if store is None else store.claim("plain/salt", os.urandom(SALT))
 
     def contribute(
         self,
@@ -62,7 +70,7 @@ class PlainSilo:
         past: Mapping[str, bytes] | None = None,
         spoiled: bool = False,
     ) -> bytes:
-        """The values as little-endian float64; errors as in `SumSilo.contribute`."""
+        """The values as little-endian float64, and `SALT`; errors as in `SumSilo.contribute`."""
         if self.silo_id not in cohort:
             raise ProtocolError(f"silo '{self.silo_id}' is not in the cohort of sum {index}")
         if index <= self._last_index:
@@ -75,7 +83,7 @@ class PlainSilo:
                     what = "past its bound" if np.isfinite(part).all() else "that is not finite; its bound is"
                     raise AggregationError(f"block '{block.name}' holds a value {what} {block.bound:g}")
         self._last_index = index
-        return values.astype(WIRE, copy=False).tobytes()
+        return values.astype(WIRE, copy=False).tobytes() + self._salt
 
     @property
     def spoils(self) -> bool:

@@ -158,7 +158,7 @@ def _numbers(kind: str, raw: bytes | None, size: int) -> FloatArray:
     if raw is None:
         return np.full(size, np.nan)
     if kind == "plain":
-        return np.frombuffer(raw, "<f8")
+        return np.frombuffer(raw, "<f8", size)  # what stands behind is drawn at random
     payload = messages.unpack(raw, messages.Contribution).payload
     if kind == "masked":
         dtype: npt.DTypeLike = "<i8" if len(payload) == 8 * size else "<i4"

@@ -1,6 +1,7 @@
 """Every kind of sum: the total of those who answered, the same for plain and masked."""
 
 import dataclasses
+import hashlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from scipy.stats import kstest
 from sum_network import CONTEXT, carry, contribute, names, random_values, run_sum, table_of
 
-from secure_fvi.aggregation import Block, BlockTable, Masked, Plain
+from secure_fvi.aggregation import Block, BlockTable, Masked, Plain, parties, plain
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.ring import Ring
@@ -407,7 +408,7 @@ def test_no_exchange_is_empty_while_a_silo_stays_away():
     [
         (np.full(3, np.nan), "its part of 'a' is not finite or past the bound"),
         (np.array([0.0, 0.0, 9.0]), "its part of 'b' is not finite or past the bound"),
-        (np.zeros(4), "32 bytes, where 24 are expected"),
+        (np.zeros(4), "64 bytes, where 56 are expected"),
     ],
 )
 def test_a_plain_sum_leaves_out_what_does_not_fit_and_names_its_silo(
@@ -416,13 +417,31 @@ def test_a_plain_sum_leaves_out_what_does_not_fit_and_names_its_silo(
     table = BlockTable((Block("a", (2,), 2.0), Block("b", (1,), 2.0)))
     server, silos = local_parties(Plain(), ["x", "y", "z"])
     sent = {n: s.contribute(1, ["x", "y", "z"], table, np.ones(3), b"") for n, s in silos.items()}
-    total = carry(server.total(1, ["x", "y", "z"], table, {**sent, "y": bad.tobytes()}, b""), lambda m: {})
+    spoilt = bad.tobytes() + bytes(plain.SALT)
+    total = carry(server.total(1, ["x", "y", "z"], table, {**sent, "y": spoilt}, b""), lambda m: {})
     assert total.survivors == ("x", "z")
     assert total.values.tolist() == [2.0, 2.0, 2.0]
     assert f"silo 'y' is left out: {why}" in caplog.text
     with pytest.raises(AggregationError, match="silo 'y' sent what does not fit"):
-        carry(server.total(1, ["y"], table, {"y": bad.tobytes()}, b""), lambda m: {})
+        carry(server.total(1, ["y"], table, {"y": spoilt}, b""), lambda m: {})
     assert carry(server.total(1, ["x", "y", "z"], table, sent, b""), lambda m: {}).survivors == ("x", "y", "z")
+
+
+@pytest.mark.parametrize("salted", [True, False], ids=["salted", "control"])
+def test_no_guess_at_a_plain_term_can_be_tried_on_its_digest(salted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's audit log, which all members are handed, has the SHA-256 of each silo's answer: of a plain count
+    another silo tried all numbers, and under noise = "server", whose epsilon holds against everybody but the server,
+    both values of the one record that it did not know. The control is a contribution without bytes at random."""
+    for module in (plain, parties) if not salted else ():
+        monkeypatch.setattr(module, "SALT", 0)
+    table, ids = BlockTable((Block("records", (), 2.0**31, integer=True),)), ["x", "y", "z"]
+    server, silos = local_parties(Plain(), ids)
+    sent = {n: s.contribute(1, ids, table, np.array([157.0]), b"") for n, s in silos.items()}
+    guesses = {hashlib.sha256(np.array([float(n)]).tobytes()).digest(): n for n in range(1000)}
+    logged = [hashlib.sha256(message).digest() for message in sent.values()]
+    assert [guesses.get(digest) for digest in logged] == [None if salted else 157] * 3
+    assert len(set(logged)) == (3 if salted else 1)
+    assert carry(server.total(1, ids, table, sent, b""), lambda m: {}).values.tolist() == [471.0]
 
 
 @pytest.mark.parametrize("once", [True, False], ids=["once in a process", "by each"])

@@ -77,7 +77,7 @@ def test_json_has_the_keys_of_the_contract(tiny, cli: CommandLine):
     plain, lost, masked, masked_lost, unchecked, durable, whole = found["rows"]
     assert [row["exchanges"] for row in found["rows"]] == [1, 1, 3, 3, 2, 3, 1]
     assert [row["dropout"] for row in found["rows"]] == [0, 0.1, 0, 0.1, 0, 0, 0]
-    assert plain["bytes_up_per_silo"] == lost["bytes_up_per_silo"] == 800
+    assert plain["bytes_up_per_silo"] == lost["bytes_up_per_silo"] == 832
     assert 800 < whole["bytes_up_per_silo"] < unchecked["bytes_up_per_silo"]
     assert 400 < masked["bytes_up_per_silo"] < masked_lost["bytes_up_per_silo"] + 100 < 1500
     assert (plain["neighbours"], masked["neighbours"], unchecked["neighbours"], whole["neighbours"]) == (0, 9, 2, 2)
