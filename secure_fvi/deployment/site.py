@@ -240,7 +240,8 @@ class Site:
         path = job_folder(self.home, job) / "ended"
         if not path.exists():
             return None
-        return talk.CODEC.pack(talk.Opened(talk.CODEC.unpack(path.read_bytes(), talk.Joined).session))
+        session = talk.CODEC.unpack(path.read_bytes(), talk.Joined).session  # none where it was lost before the end
+        return talk.CODEC.pack(talk.Opened(session or bytes(32)))
 
     def _end(self, job: str, message: talk.End) -> bytes:
         """Keep the result, let go of the secrets, and close the job in the log, in this order: what a kill left undone

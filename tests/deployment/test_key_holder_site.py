@@ -43,6 +43,7 @@ from secure_fvi.deployment.session_messages import (
     JOIN,
     OPEN,
     End,
+    Opened,
     key_holder_of,
     session_of,
     session_roster,
@@ -161,6 +162,24 @@ class TestSums:
         assert not list(held.folder.glob("*.sqlite"))
         held.open()
         assert close_to_sum(held.total(3).values, 1e-2)
+
+    def test_a_job_whose_session_was_lost_before_its_end_ends(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A server that was killed at the very end joins and opens anew: what a site says of its session then was none
+        that could be read, so that no server came to that end. The control is the session of a job that has one."""
+        monkeypatch.setattr(key_holder, "DECRYPTIONS", 1)
+        for lost in (False, True):
+            held = Held(world, scheme="ckks")
+            held.open()
+            held.total(0)
+            if lost:
+                with pytest.raises(SessionLost):
+                    held.total(1)
+            held.site.handle(held.offer.job, END + CODEC.pack(End("finished", 0, b"")))
+            again = held.site.handle(held.offer.job, OPEN + CODEC.pack(held.opening(bytes(32))))
+            assert CODEC.unpack(again, Opened).session == (bytes(32) if lost else held.opened.session)
+            held.site.close()
 
 
 class TestKeys:
