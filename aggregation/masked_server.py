@@ -539,9 +539,25 @@ class ServerState:
         for one, other in batch.at_odds():
             for place, its in ((one, other), (other, one)):
                 self.fault(place, f"its seeds and those of '{ids[its]}' differ; one of the two sent wrong ones")
+        if outvoted := self._outvoted(batch):
+            batch = ServerBatch(session, number, {p: d for p, d in deposits.items() if p not in outvoted})
         # Stored, then named: whoever is told of these depositors takes no others.
         self._keep(batch)
         return batch
+
+    def _outvoted(self, batch: ServerBatch) -> set[int]:
+        """Depositors whose seeds differ from those of most of their neighbours, where enough remain without them.
+
+        They are left out of this batch without the consistency check: survivors do not tell their seeds there, so that
+        one such silo that then says nothing would stop each sum.
+        """
+        if self.roster.consistency_check:
+            return set()
+        found = set()
+        for place, odds in Counter(p for pair in batch.at_odds() for p in pair).items():
+            if 2 * odds > len(batch.present.intersection(batch.session.neighbours(place))):
+                found.add(place)
+        return found if self._can_spare(batch, found) else set()
 
     def active_enough(self, batch: ServerBatch) -> bool:
         """Whether enough silos have their shares for a sum to succeed."""
@@ -735,6 +751,14 @@ class ServerBatch:
         made = seed_row(self.session, self.number, member, neighbour, seed, entry)
         return hmac.compare_digest(made, row[ROW * entry : ROW * entry + ROW])
 
+    def is_sealed(self, owner: int, index: int, e: bytes) -> bool:
+        """Whether `owner` sealed, under the e that it committed to, the seeds of `index` that it committed to."""
+        try:
+            sealed = open_seeds(self.session, owner, index, e, self.deposits[owner].sealed_seeds)
+        except ProtocolError:
+            return False
+        return all(self.is_seed(owner, v, index, seed) for v, seed in sealed.items())
+
     def at_odds(self) -> list[tuple[int, int]]:
         """Pairs of neighbours that committed to different seeds: one of each two is wrong."""
         rows = {
@@ -762,8 +786,8 @@ def masks_left(
     """What is to be applied to the ring sum of the survivors' payloads to leave the sum of their values.
 
     `payloads` by survivor, `reveals` by who answered. `fault` hears of those that sent what they had not committed to.
-    Raises Convicted for a silo whose shares do not open its own commitment, AggregationError when a secret cannot be
-    recovered or does not match its commitment.
+    Raises Convicted for a silo whose shares do not open its own commitment, or that sealed other seeds than it
+    committed to; AggregationError when a secret cannot be recovered or does not match its commitment.
     """
     session = batch.session
     dropped = [d for d in batch.depositors if d not in payloads and any(v in payloads for v in session.neighbours(d))]
@@ -784,6 +808,10 @@ def masks_left(
     masks = [Mask(key(own.get(v) or secrets[v]), True) for v in payloads]
     for d, lacking in needed.items():
         if lacking:
+            if not batch.is_sealed(d, index, secrets[d]):
+                right = _right_shares(batch, index, d, Secret.PAIR, _shares_by_owner(batch, [d], reveals)[d])
+                what = f"the seeds that silo '{session.roster.ids[d]}' sealed are not those that it committed to"
+                raise _convicted(batch, index, d, Secret.PAIR, right, what)
             seeds |= _sealed_seeds(batch, index, d, secrets[d], lacking)
         masks += [Mask(key(seeds[v, d]), v < d) for v in session.neighbours(d) if v in payloads]
     return masks
@@ -820,10 +848,7 @@ def _sealed_seeds(
 ) -> dict[tuple[int, int], bytes]:
     """The seeds that `dropped` sealed and shares with `lacking`, who are silent; each as the latter committed to it."""
     session, ids = batch.session, batch.session.roster.ids
-    try:
-        sealed = open_seeds(session, dropped, index, e, batch.deposits[dropped].sealed_seeds)
-    except ProtocolError as error:
-        raise AggregationError(f"sum {index}: {error}") from None
+    sealed = open_seeds(session, dropped, index, e, batch.deposits[dropped].sealed_seeds)
     for v in lacking:
         if not batch.is_seed(v, dropped, index, sealed[v]):
             raise AggregationError(
@@ -834,7 +859,8 @@ def _sealed_seeds(
 
 
 class Convicted(AggregationError):
-    """A silo dealt shares, each as it had committed to, that do not open its own commitment. `proof` shows it."""
+    """A silo dealt shares, each as it had committed to, that do not open its own commitment, or open a secret under
+    which it sealed other seeds than it had committed to. `proof` shows it."""
 
     def __init__(self, message: str, place: int, proof: bytes) -> None:
         super().__init__(message)
@@ -852,7 +878,8 @@ _PROOF = wire.Row(
 
 
 def convicts(session: Session, place: int, proof: bytes) -> bool:
-    """Whether `proof` shows that the silo at `place` dealt wrong shares: anyone can tell from its signed deposit.
+    """Whether `proof` shows that the silo at `place` dealt wrong shares or sealed wrong seeds: anyone can tell from its
+    signed deposit.
 
     Raises ProtocolError for what is no proof of that form.
     """
@@ -870,8 +897,27 @@ def convicts(session: Session, place: int, proof: bytes) -> bool:
             batch.is_share(place, holders[at - 1], index, kind, share)
             for at, share in zip(positions, shares, strict=True)
         )
-        and not batch.opens(place, index, kind, _combined(positions, shares))
+        and not _stands(batch, place, index, kind, _combined(positions, shares))
     )
+
+
+def _stands(batch: ServerBatch, owner: int, index: int, kind: Secret, secret: bytes) -> bool:
+    """Whether what `owner`'s shares say is what it committed to, with what it sealed under that."""
+    opens = batch.opens(owner, index, kind, secret)
+    return opens and (kind is not Secret.PAIR or batch.is_sealed(owner, index, secret))
+
+
+def _convicted(
+    batch: ServerBatch, index: int, owner: int, kind: Secret, right: Mapping[int, bytes], what: str
+) -> AggregationError:
+    """What to raise: Convicted, or, where nobody else would be convinced, no more than an error. right: shares, by
+    position, each as the owner committed to. what: it has done."""
+    positions = sorted(right)[: batch.session.threshold]
+    shares = [right[p] for p in positions]
+    proof: bytes = msgpack.packb([pack(batch.deposits[owner]), index, kind.value, positions, shares])
+    if not convicts(batch.session, owner, proof):  # this party's own copy of the deposit may be damaged
+        return AggregationError(f"sum {index}: {what}")
+    return Convicted(f"sum {index}: {what}; it is left out from now on", owner, proof)
 
 
 def _combined(positions: Sequence[int], shares: Sequence[bytes]) -> bytes:
@@ -891,7 +937,29 @@ def _recover(
     if not wanted:
         return {}
     session, ids = batch.session, batch.session.roster.ids
-    found: dict[int, dict[int, bytes]] = defaultdict(dict)  # owner -> position -> share
+    found = _shares_by_owner(batch, wanted, reveals, fault)
+    secrets = _combined_by_owner(batch, index, wanted, found)
+    # Only where shares do not open what their owner committed to is it worth knowing whose they are.
+    for owner in [o for o in wanted if not batch.opens(o, index, wanted[o], secrets[o])]:
+        holders, kind = session.holders(owner), wanted[owner]
+        right = _right_shares(batch, index, owner, kind, found[owner])
+        for at in sorted(found[owner].keys() - right.keys()):
+            fault(holders[at - 1], f"a share of '{ids[owner]}' that is not the one it was dealt")
+        secrets |= _combined_by_owner(batch, index, [owner], {owner: right})
+        if not batch.opens(owner, index, kind, secrets[owner]):
+            what = f"the shares that silo '{ids[owner]}' dealt do not open its commitment"
+            raise _convicted(batch, index, owner, kind, right, what)
+    return secrets
+
+
+def _shares_by_owner(
+    batch: ServerBatch,
+    wanted: Collection[int],
+    reveals: Mapping[int, Shares],
+    fault: Callable[[int, str], None] = lambda place, reason: None,
+) -> dict[int, dict[int, bytes]]:
+    """The shares of each wanted owner that came in, by position."""
+    found: dict[int, dict[int, bytes]] = defaultdict(dict)
     for holder, reply in reveals.items():
         owners = batch.held_by(holder)
         if len(owners) != len(reply.shares):
@@ -899,29 +967,16 @@ def _recover(
             continue
         for owner, one in zip(owners, reply.shares, strict=True):
             if one and owner in wanted:
-                found[owner][session.position(owner, holder)] = one
-    secrets = _combined_by_owner(batch, index, wanted, found)
-    # Only where shares do not open what their owner committed to is it worth knowing whose they are.
-    for owner in [o for o in wanted if not batch.opens(o, index, wanted[o], secrets[o])]:
-        holders, kind = session.holders(owner), wanted[owner]
-        right: dict[int, bytes] = {}
-        for at, one in sorted(found[owner].items()):
-            if batch.is_share(owner, holders[at - 1], index, kind, one):
-                right[at] = one
-            else:
-                fault(holders[at - 1], f"a share of '{ids[owner]}' that is not the one it was dealt")
-        secrets |= _combined_by_owner(batch, index, [owner], {owner: right})
-        if not batch.opens(owner, index, kind, secrets[owner]):
-            positions = sorted(right)[: session.threshold]
-            shares = [right[p] for p in positions]
-            proof: bytes = msgpack.packb([pack(batch.deposits[owner]), index, kind.value, positions, shares])
-            raise Convicted(
-                f"sum {index}: the shares that silo '{ids[owner]}' dealt do not open its commitment; it is left "
-                "out from now on",
-                owner,
-                proof,
-            )
-    return secrets
+                found[owner][batch.session.position(owner, holder)] = one
+    return found
+
+
+def _right_shares(
+    batch: ServerBatch, index: int, owner: int, kind: Secret, found: Mapping[int, bytes]
+) -> dict[int, bytes]:
+    """Those of an owner's shares, by position, that are as it committed to."""
+    holders = batch.session.holders(owner)
+    return {at: one for at, one in found.items() if batch.is_share(owner, holders[at - 1], index, kind, one)}
 
 
 def _combined_by_owner(

@@ -1,6 +1,8 @@
 """Totals that are right or refused: wrong seeds, wrong shares, elements past their bound; each beside its control."""
 
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -37,10 +39,12 @@ def complaining(world, silo, message, owners):
     return pack(message._replace(unheld=unheld, complaint=world.identities[silo].sign(statement)))
 
 
-def dealing(monkeypatch, world, seeds=False, shares=(), commit=True):
-    """Let silo BAD deal garbage: its pair seeds, or its shares to `shares` (positions in its list of holders).
+def dealing(monkeypatch, world, seeds=False, shares=(), commit=True, sealed=""):
+    """Let silo BAD deal garbage: its pair seeds (True: all; or those with these places), or its shares to `shares`
+    (positions in its list of holders).
 
-    commit: it commits to the garbage as its own, so that only others can tell.
+    commit: it commits to the garbage as its own, so that only others can tell. sealed: what it seals in place of the
+    seeds that it commits to.
     """
     real = onetime.draw
 
@@ -50,7 +54,12 @@ def dealing(monkeypatch, world, seeds=False, shares=(), commit=True):
         with monkeypatch.context() as patch:
             if seeds:
                 honest = onetime.pair_seeds
-                patch.setattr(onetime, "pair_seeds", lambda *a: os.urandom(len(honest(*a))))
+
+                def wrong(*given):
+                    right = honest(*given)
+                    return os.urandom(len(right)) if seeds is True or given[-1] in seeds else right
+
+                patch.setattr(onetime, "pair_seeds", wrong)
             if shares:
                 share = onetime.shamir.share
 
@@ -61,6 +70,16 @@ def dealing(monkeypatch, world, seeds=False, shares=(), commit=True):
                     return out
 
                 patch.setattr(onetime.shamir, "share", garbage)
+            if sealed:
+                sealing = onetime._sealing
+
+                def seal(nonce, data, extra, *given):
+                    closed = sealing(*given).encrypt(nonce, bytes(len(data)), extra)
+                    return closed if sealed == "other seeds" else os.urandom(len(closed))
+
+                patch.setattr(
+                    onetime, "_sealing", lambda *given: SimpleNamespace(encrypt=lambda *what: seal(*what, *given))
+                )
             if not commit:
                 row = onetime.share_row
                 patch.setattr(onetime, "share_row", lambda *a: bytes(len(row(*a))))
@@ -121,11 +140,56 @@ class TestWrongSeeds:
         with pytest.raises(AggregationError, match=f"'{world.ids[BAD]}' sealed is not the one that '{world.ids[0]}'"):
             self.total(world, lost=[(), {world.ids[0]}])
 
-    def test_without_the_consistency_check_it_is_refused(self, monkeypatch):
-        world = World(5, prepared=False, consistency_check=False)
+    @pytest.mark.parametrize("held", [True, False])
+    def test_without_the_consistency_check_it_is_left_out(self, monkeypatch, held):
+        """Of each batch, and sums go on. The control: one silo, silent, stops sum after sum."""
+        if not held:
+            monkeypatch.setattr(ServerState, "_outvoted", lambda self, batch: set())
+        world = World(5, prepared=False, consistency_check=False, max_missing=1, batch=2)
         dealing(monkeypatch, world, seeds=True)
-        with pytest.raises(AggregationError, match=f"'{world.ids[BAD]}' sealed is not the one"):
+        rest = [s for p, s in enumerate(world.ids) if p != BAD]
+        for index in range(4):
+            carry(world.server.prepare(index), world.silos)
+            says = f"'{world.ids[BAD]}' sealed is not the one"
+            with nullcontext() if held else pytest.raises(AggregationError, match=says):
+                assert is_input(world.total(world.contribute(index, ids=rest), index).values, exact(world, rest))
+
+    @pytest.mark.parametrize("held", [True, False])
+    @pytest.mark.parametrize(("check", "sealed"), [(True, "other seeds"), (False, "other seeds"), (False, "noise")])
+    def test_who_seals_other_seeds_than_it_committed_to_is_convicted(self, monkeypatch, check, sealed, held):
+        """Nobody knows before its seeds are needed: it is silent, and so is a survivor, where survivors tell theirs.
+        The control: a server that leaves nobody out loses sum after sum to one silo."""
+        if not held:
+            monkeypatch.setattr(ServerState, "leave_out", lambda *arguments: None)
+        world = World(7, prepared=False, consistency_check=check, max_missing=1, batch=2)
+        dealing(monkeypatch, world, sealed=sealed)
+        rest, refused = [s for p, s in enumerate(world.ids) if p != BAD], []
+        for index in range(4):
+            carry(world.server.prepare(index), world.silos)
+            lost = [(), {world.ids[0]}] if check else []
+            try:
+                total = world.total(world.contribute(index, ids=rest), index, lost=lost)
+                assert is_input(total.values, exact(world, rest))
+            except AggregationError as error:
+                refused.append(str(error))
+        what = f"the seeds that silo '{world.ids[BAD]}' sealed are not those that it committed to"
+        assert [what in line for line in refused] == [True] * (2 if held else 4)
+        assert (BAD in world.server._state.batches[1].present) is not held
+        if held:
+            assert masked_server.convicts(world.session, BAD, world.server.proofs[world.ids[BAD]])
+
+    def test_who_differs_from_few_is_not_left_out_and_stops_its_own_sums(self, monkeypatch):
+        """Which of two is wrong nobody can say: the sum is refused and both are named."""
+        world = World(5, prepared=False, consistency_check=False)
+        dealing(monkeypatch, world, seeds=(0,))
+        with pytest.raises(AggregationError, match=f"'{world.ids[BAD]}' sealed is not the one that '{world.ids[0]}'"):
             self.total(world)
+
+    @pytest.mark.parametrize("most", [0, 1])
+    def test_nobody_is_left_out_where_too_few_would_remain(self, monkeypatch, most):
+        world = World(5, prepared=False, consistency_check=False, max_missing=1, min_cohort=5 - most)
+        dealing(monkeypatch, world, seeds=True)
+        assert (BAD in world.batch.present) is not bool(most)
 
     @pytest.mark.parametrize("check", [True, False])
     def test_right_seeds_of_a_silent_silo_and_a_silent_survivor_are_enough(self, check):
@@ -137,7 +201,7 @@ class TestWrongSeeds:
         monkeypatch.setattr(masked_server.ServerBatch, "is_seed", lambda *arguments: True)
         monkeypatch.setattr(Ring, "_check_range", lambda *arguments: None)
         world = World(5, prepared=False, consistency_check=False)
-        dealing(monkeypatch, world, seeds=True)
+        dealing(monkeypatch, world, seeds=(0,))
         rest, total = self.total(world)
         assert not is_input(total.values, exact(world, rest))
 
@@ -222,6 +286,12 @@ class TestWrongShares:
             proof(at=[1] * t, shares=shares[:1] * t),
             proof(at=[*range(1, t), len(world.session.holders(BAD)) + 1]),  # a position that nobody holds
             proof(shares=forged, deposit=pack(deposit._replace(share_rows=fitting))),  # unsigned
+            proof(kind=b"e", shares=self.shares_of(world, Secret.PAIR)),
+            proof(
+                kind=b"e",
+                shares=self.shares_of(world, Secret.PAIR),
+                deposit=pack(deposit._replace(sealed_seeds=bytes(len(deposit.sealed_seeds)))),
+            ),
         ):
             assert not masked_server.convicts(world.session, BAD, attempt)
 
