@@ -163,17 +163,27 @@ def test_a_server_cannot_rewind_a_silo() -> None:
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("by", "most", "says"),
-    [("job", 6, "the job has no round 6"), ("site", 5, "5 rounds were answered"), ("nobody", 40, "")],
+    [
+        ("job", 6, "the job has no round 6"),
+        ("phase", 4, "phase 'round' was answered 4 times"),
+        ("site", 5, "5 rounds were answered"),
+        ("nobody", 40, ""),
+    ],
 )
 def test_rounds_come_to_an_end(by: str, most: int, says: str) -> None:
-    """Of a server that goes on: by the job's own rounds, and by the site's where the job's are more. The control looks
-    at neither, and answers 40 rounds of a job of six, as was done with a limit of 5."""
+    """Of a server that goes on: by the job's own rounds, by how often a phase is asked, and by the site's word where
+    the job's are more. The control looks at none, and answers 40 rounds of a job of six, as was done with a limit of
+    five."""
     server, engine, silo = parties()
     server.program = parties(sf.SFVI(iterations=50))[0].program
     for one in engine.silos.values() if by != "job" else ():
         one.program.order = server.program.order
     if by == "site":
         silo.limits = Limits(rounds=5)
+    if by == "phase":
+        phases = silo.program.order.phases
+        fewer = {name: phase._replace(most=4) for name, phase in phases.items()}
+        silo.program.order = silo.program.order._replace(phases=fewer)  # type: ignore[attr-defined]
     for _ in range(most):
         engine.run(server.round())
     assert silo.past.rounds == most
