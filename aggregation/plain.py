@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ from secure_fvi.aggregation.store import Store
 from secure_fvi.errors import AggregationError, ProtocolError
 
 WIRE = np.dtype("<f8")
-#: Bytes at random behind the values, which a silo draws for a session and only its server sees. Logs have the SHA-256
-#: of what was sent and go from hand to hand: without these a guess at a silo's term, as at its number of records, could
-#: be tried on it.
+#: Bytes at random behind the values, others for each question, which the server alone sees. Logs have the SHA-256 of
+#: what was sent and go from hand to hand: without these a guess at a silo's term, as at its number of records, could be
+#: tried on it, and whether two terms are equal would be seen.
 SALT = 32
 
 
@@ -56,7 +57,7 @@ class PlainSilo:
         """store: for another process, which makes the same bytes again."""
         self.silo_id = silo_id
         self._last_index = -1
-        self._salt = os.urandom(SALT) if store is None else store.claim("plain/salt", os.urandom(SALT))
+        self._secret = os.urandom(SALT) if store is None else store.claim("plain/salt", os.urandom(SALT))
 
     def contribute(
         self,
@@ -83,7 +84,9 @@ class PlainSilo:
                     what = "past its bound" if np.isfinite(part).all() else "that is not finite; its bound is"
                     raise AggregationError(f"block '{block.name}' holds a value {what} {block.bound:g}")
         self._last_index = index
-        return values.astype(WIRE, copy=False).tobytes() + self._salt
+        asked = question or index.to_bytes(8, "big", signed=True) + context
+        salt = hashlib.blake2b(asked, key=self._secret, digest_size=SALT).digest()
+        return values.astype(WIRE, copy=False).tobytes() + salt
 
     @property
     def spoils(self) -> bool:
