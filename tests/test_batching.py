@@ -78,7 +78,8 @@ def test_the_same_numbers_to_rounding(algorithm: Any, rounds: int, mapped_calls:
     assert len(alone) == len(together)
     for a, b in zip(alone, together, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-11)
-    assert set(mapped_calls) == {2, 3}
+    # A silo's own fits in PVI end when they are done: two silos may have no step left at the same time.
+    assert set(mapped_calls) in ([{2, 3}, {3}] if algorithm.name == "pvi" else [{2, 3}])
 
 
 @pytest.mark.slow

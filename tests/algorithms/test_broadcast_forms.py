@@ -158,8 +158,7 @@ def test_a_broadcast_of_another_form_is_refused_by_name(case: str, monkeypatch: 
             yield lie
 
     found = Attacked(case, monkeypatch, counted)
-    # Latents of silos above latents of records: weighed, and not refined.
-    assert found.phases == set(found.server.program.tables) - ({"refine"} if case == "sfvi-avg, full" else set())
+    assert found.phases == set(found.server.program.tables)
     assert len(found.refused) == asked > 10
     for error in found.refused:
         assert type(error) is ProtocolError
