@@ -19,7 +19,14 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.deployment import countersigning, keeping
 from secure_fvi.deployment import site as site_of
-from secure_fvi.deployment.countersigning import answer, countersign, open_ledger, open_trail, open_witness
+from secure_fvi.deployment.countersigning import (
+    answer,
+    check_seen,
+    countersign,
+    open_ledger,
+    open_trail,
+    open_witness,
+)
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import install, succeed
 from secure_fvi.deployment.site import Site
@@ -88,6 +95,29 @@ def met(world: World, tmp_path: Path) -> World:
             spend(home, 2.0)
     meet(world)
     return world
+
+
+@pytest.mark.parametrize(
+    ("back", "words"),
+    [
+        (["ledger.sqlite"], "the ledger of silo 'north' was rolled back"),
+        (["audit-log.sqlite"], "the audit-log of silo 'north' was rolled back"),
+        ([], "the ledger of 'north' is gone"),
+        (None, ""),
+    ],
+    ids=["ledger", "log", "no ledger", "control"],
+)
+def test_a_site_notices_by_itself_which_of_its_records_was_put_back(
+    met: World, tmp_path: Path, back: list[str] | None, words: str
+) -> None:
+    """Each alone, without a word of anybody's."""
+    home = met.homes["north"]
+    if back:
+        restore(home, tmp_path / "old" / "north", *back)
+    elif back is not None:
+        home.ledger_file.unlink()
+    with closing(open_trail(home)) as trail, pytest.raises(ProtocolError, match=words) if words else nullcontext():
+        check_seen(home, trail)
 
 
 def test_each_keeps_the_others_receipts(met: World) -> None:

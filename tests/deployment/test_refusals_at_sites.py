@@ -668,6 +668,41 @@ def _offered(world: World, folder: Path) -> tuple[Any, bytes]:
     return offer, JOIN + sign_offer(offer, hub.identity())
 
 
+@pytest.mark.parametrize("least", [0.1, 1e6], ids=["control", "refused"])
+def test_noise_below_a_sites_floor_is_refused_once_it_is_derived(world: World, tmp_path: Path, least: float) -> None:
+    """It follows from the traced model, so that the offer alone does not tell."""
+    dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "data_set": "data"}
+    made = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"}, privacy=dp)
+    floor = {"dp": "required", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": least}
+    made.allow("east", privacy={**floor, "noise": ["distributed"]})
+    hub, site = world.homes["hub"], Site(world.homes["east"], Local(data_dir=DATA))
+    offer = make_offer(made.config, hub.roster(NOW), "hub", manifest(made.config).hash, NOW)
+    countersigned(hub, site)
+    with nullcontext() if least < 1 else raises(PolicyError, "phase '.*' has a noise multiplier of"):
+        site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
+    site.close()
+
+
+def test_a_site_looks_at_its_own_records_before_it_takes_a_job_up(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its first job and at each that it goes on with; what it looks at: `test_countersigning.py`. The control: where
+    nothing is missing the job is taken."""
+    offer, join = _offered(world, tmp_path)
+
+    def missing(*_: Any) -> None:
+        raise ProtocolError("rows are missing")
+
+    for found in (missing, site_of.check_seen):
+        monkeypatch.setattr(site_of, "check_seen", found)
+        site = Site(world.homes["east"], Local(data_dir=DATA))
+        countersigned(world.homes["hub"], site)
+        with raises(ProtocolError, "rows are missing") if found is missing else nullcontext():
+            site.handle(offer.job, join)
+        site.close()
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("met", [0, 2, 3])
 def test_jobs_that_data_could_not_answer_are_counted(world: World, tmp_path: Path, met: int) -> None:
     """One bit of the records a job: 68 jobs gave one silo's mean and size. The control: fewer, and another data set."""
@@ -882,6 +917,9 @@ _BAD: dict[str, Callable[[World, Path], Callable[..., Any]]] = {
         lambda *_: ({"wheeze": torch.ones(5), "age": torch.ones(4)}, torch.arange(5), True)
     ),
     "an error of its own": lambda world, folder: lambda *_: {}["wheeze"],
+    "every row twice": lambda world, folder: (
+        lambda *_: ({"smoke": torch.arange(80) // 2 / 40, "wheeze": torch.ones(80, 4)}, torch.arange(80), False)
+    ),
 }
 
 
@@ -915,7 +953,16 @@ def test_whatever_is_wrong_with_its_data_a_site_says_the_same_of_them(
     log = world.homes["east"].path.rglob("audit-log.sqlite*")
     held = b"".join(path.read_bytes() for path in log)
     assert b"its data do not fit the model" in held
-    for secret in (b"cohort.csv", b"none.csv", b"line 18", b"KeyError", b"DataError", b"InputError", b"has 5"):
+    for secret in (
+        b"cohort.csv",
+        b"none.csv",
+        b"line 18",
+        b"KeyError",
+        b"DataError",
+        b"InputError",
+        b"has 5",
+        b"repeat",
+    ):
         assert secret not in held
 
 
