@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -28,7 +29,10 @@ from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import unpack_any
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
+from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.errors import ProtocolError
+from secure_fvi.messages import decode_broadcast, encode_broadcast, question_digest
+from secure_fvi.silo import Silo, shared_past
 
 FOLDER = Path(__file__).parent
 SERVER = "server"
@@ -37,14 +41,15 @@ TABLE = BlockTable((Block("gradient", (2, 2), 10.0), Block("count", (1,), 1000.0
 
 class Scenario(NamedTuple):
     """Who takes part, and who is away when. away: by sum, who does not contribute, sign, reveal. unasked: by sum, who
-    is not in its cohort. pasts: whether silos that were in an earlier sum together name it in the masks of the next."""
+    is not in its cohort. job: whether sums answer broadcasts, from index 1 on, and masks name what they asked before;
+    else a context and a question are 32 bytes each."""
 
     name: str
     ids: tuple[str, ...]
     options: Mapping[str, Any]
     away: tuple[tuple[Collection[str], Collection[str], Collection[str]], ...]
     unasked: tuple[Collection[str], ...] = ()
-    pasts: bool = False
+    job: bool = False
 
 
 #: North, lost once it has contributed, has its self mask opened by shares; west, which did not contribute and comes
@@ -67,7 +72,7 @@ RING = Scenario(
 _NOBODY = (), (), ()
 #: Whole sums, of four, of three of them, and of four again.
 WHOLE = Scenario(
-    "whole", ("east", "north", "south", "west"), {}, (_NOBODY,) * 3, unasked=((), ("north",), ()), pasts=True
+    "whole", ("east", "north", "south", "west"), {}, (_NOBODY,) * 3, unasked=((), ("north",), ()), job=True
 )
 #: Of the neighbours of some silo one is not asked.
 WHOLE_RING = Scenario(
@@ -167,23 +172,24 @@ def _played(scenario: Scenario, chance: Chance, on_the_way: Callable[[Sent], byt
             return end.value  # type: ignore[no-any-return]
 
     sums: list[dict[str, Any]] = []
-    for index, (silent, unsigned, unrevealed) in enumerate(scenario.away):
+    used, pasts = dict.fromkeys(ids, 0), dict[str, dict[str, str]]()  # the last sum used; by silo, `Past.shared`
+    for at, (silent, unsigned, unrevealed) in enumerate(scenario.away):
+        index = at + scenario.job
         carry(server.prepare(index), lambda step: ())
-        cohort = [s for s in ids if not scenario.unasked or s not in scenario.unasked[index]]
-        together = [{u, v} for u, v in combinations(cohort, 2) if any({u, v} <= set(s["cohort"]) for s in sums)]
-        pasts = {
-            frozenset(pair): chance.named(f"past/{index}/{'/'.join(sorted(pair))}")
-            for pair in together
-            if scenario.pasts
-        }
+        cohort = [s for s in ids if not scenario.unasked or s not in scenario.unasked[at]]
         context, question = chance.named(f"context/{index}"), chance.named(f"question/{index}")
+        broadcast = b""
+        if scenario.job:
+            broadcast = asked(index, ids, cohort, used)
+            context = hashlib.sha256(broadcast).digest()
+            question = question_digest(decode_broadcast(broadcast, lambda round_, phase: ids))
         values = {
             s: np.array([(at + 1) * (2 * j - 3) / (7.0 + index) % 10 for j in range(4)] + [100.0 * index + at])
             for at, s in enumerate(ids)
         }
         contributions = {}
         for silo in (s for s in cohort if s not in silent):
-            past = {next(iter(pair - {silo})): named for pair, named in pasts.items() if silo in pair}
+            past = {other: bytes.fromhex(named) for other, named in pasts.get(silo, {}).items()}
             with chance.of(silo):
                 message = silos[silo].contribute(index, cohort, TABLE, values[silo], context, question, past=past)
             sent.append(Sent(silo, (SERVER,), message))
@@ -192,17 +198,23 @@ def _played(scenario: Scenario, chance: Chance, on_the_way: Callable[[Sent], byt
             server.total(index, cohort, TABLE, contributions, context),
             lambda step, gone=(unsigned, unrevealed): gone[step],  # type: ignore[misc]
         )
+        named = [[u, v, pasts[u][v]] for u, v in combinations(cohort, 2) if v in pasts.get(u, {})]
         sums.append(
             {
                 "index": index,
                 "cohort": cohort,
+                **({"broadcast": broadcast.hex()} if broadcast else {}),
                 "context": context.hex(),
                 "question": question.hex(),
-                **({"pasts": sorted([*sorted(p), b.hex()] for p, b in pasts.items())} if pasts else {}),
+                **({"pasts": named} if named else {}),
                 "values": {s: list(values[s]) for s in total.survivors},
                 "total": list(total.values),
             }
         )
+        for s in cohort if scenario.job else ():
+            used[s], before = index, pasts.setdefault(s, {})
+            view = Silo._view(cast(Any, SimpleNamespace(_sum=silos[s])), context)
+            before |= {v: shared_past(before.get(v, ""), index, question.hex(), view) for v in cohort}
     session, setups = server._state.session, {s: silos[s]._state._setup for s in ids}
     assert session is not None
     vector = {
@@ -235,6 +247,18 @@ def _played(scenario: Scenario, chance: Chance, on_the_way: Callable[[Sent], byt
         "messages": [[s.sender, list(s.to), type(unpack_any(s.message)).__name__, s.message.hex()] for s in sent],
     }
     return Made(vector, sent, refusals, server.faults)
+
+
+def asked(index: int, ids: tuple[str, ...], cohort: Collection[str], used: Mapping[str, int]) -> bytes:
+    """A broadcast of a job that asks all of `ids` in each round; sum 1 answers round 0."""
+    accepted = {s: used[s] for s in cohort}
+    tensors = {
+        "q": torch.tensor([0.5 * index, -1.0], dtype=torch.float64),
+        "a": torch.tensor([[1.0 + index]], dtype=torch.float32),
+    }
+    sums = tuple((i, i - 1, "round", 0) for i in sorted({*accepted.values()} - {0}))
+    scalars = {"rate": 0.25, "beta": float(index)}
+    return encode_broadcast(Broadcast(index - 1, index, accepted, tuple(cohort), scalars, tensors, sums=sums), ids)
 
 
 _SETTINGS = ("min_cohort", "max_missing", "bits", "consistency_check", "batch", "corrupt", "lost")

@@ -152,6 +152,9 @@ class Verifier:
         self.ephemeral = [key.public_key().public_bytes_raw() for key in self.private]
         self.nonces = [bytes.fromhex(its["nonce"]) for its in private]
         self.sums = {one["index"]: one for one in vector["sums"]}
+        for index, one in self.sums.items():
+            if "broadcast" in one:
+                self.on_broadcast(index, one)
         self.deposits: dict[int, dict[int, Any]] = {}
         self.dealt: dict[tuple[int, int, int], bytes] = {}  # batch, owner, holder
         self.batch_digests: dict[int, bytes] = {}
@@ -324,6 +327,35 @@ class Verifier:
 
     # Sums
 
+    def on_broadcast(self, index: int, one: Mapping[str, Any]) -> None:
+        """What silos read a context and a question from. The vectors' job asks all silos in every round."""
+        raw, cohort = bytes.fromhex(one["broadcast"]), one["cohort"]
+        version, round_, at, used, digest_, named, scalars, tensors, phase, answered = msgpack.unpackb(raw)
+        need((version, at) == (5, index) and sha256(raw).hexdigest() == one["context"], "a broadcast of this sum")
+        packed = msgpack.packb(cohort)
+        need(digest_ == sha256(b"secure-fvi/cohort/1" + packed).digest(), "the digest of the cohort")
+        need(named == ([] if cohort == self.ids else cohort), "a cohort that is named if it is not all")
+        before = {
+            s: max((i for i, o in self.sums.items() if i < index and s in o["cohort"]), default=0) for s in cohort
+        }
+        last = [before[s] for s in cohort]
+        need(used == (last[:1] if len(set(last)) == 1 else last), "the last sums used")
+        need(answered == [[i, i - 1, "round", 0] for i in sorted(set(last) - {0})], "what these answered")
+        shapes = [[name, kind, shape] for name, (kind, shape, _) in sorted(tensors.items())]
+        asks = msgpack.packb([round_, phase, cohort, sorted(scalars.items()), shapes])
+        values = b"".join(data for _, (_, _, data) in sorted(tensors.items()))
+        need(sha256(b"secure-fvi/question/1" + asks + values).hexdigest() == one["question"], "a question")
+
+    def past(self, index: int, one: int, other: int) -> bytes:
+        """What two silos were asked together before a sum, all of which was used."""
+        past = b""
+        for at, before in self.sums.items():
+            if at < index and {self.ids[one], self.ids[other]} <= set(before["cohort"]):
+                context, question, _ = self.asked(at)
+                view = sha256(self.binding + context).digest()
+                past = sha256(b"secure-fvi/shared-past/2" + past + n8(at) + question + view).digest()
+        return past
+
     def asked(self, index: int) -> tuple[bytes, bytes, bytes]:
         """Context, question, and the batch's digest of a sum, nothing where it is whole."""
         one = self.sums[index]
@@ -362,8 +394,9 @@ class Verifier:
         """The one mask that two neighbours share in a whole sum."""
         context, question, _ = self.asked(index)
         cohort, (low, high) = self.bitmap(self.cohort(index)), sorted((one, other))
-        pasts = {(a, b): bytes.fromhex(past) for a, b, past in self.sums[index].get("pasts", ())}
-        past = pasts.get((self.ids[low], self.ids[high]), b"")
+        past = self.past(index, low, high)
+        named = {(a, b): bytes.fromhex(past) for a, b, past in self.sums[index].get("pasts", ())}
+        need(past == named.get((self.ids[low], self.ids[high]), b""), "what both were asked before")
         fields = n8(index), n8(low), n8(high), cohort, self.table, context, question, past
         return self.expanded(derive(self.pair(one, other), b"whole-mask", self.binding, *fields))
 
