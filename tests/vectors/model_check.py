@@ -76,7 +76,8 @@ RULES = frozenset(
         "one set an index", "sets are claimed before they are signed", "a claim is one step", "one set a question",
         "at least min_cohort survive", "at most max_missing are missing", "the cohort is the one asked",
         "survivors' own signatures", "T signatures before shares", "T is over two thirds", "t shares to a secret",
-        "secrets are of one index", "survivors contributed",
+        "secrets are of one index", "survivors contributed", "the question is the one answered",
+        "a later question ends a sum",
     }
 )  # fmt: skip
 
@@ -176,7 +177,9 @@ def allowed(world: World, state: State, i: int, index: int, named: Named, signed
         return False
     if one.record is not None:
         newest = next(s.record for s in reversed(silo.sums) if s.record)
-        if question != one.record.question or question != newest.question:
+        if world.keeps("the question is the one answered") and question != one.record.question:
+            return False
+        if world.keeps("a later question ends a sum") and question != newest.question:
             return False
         return cohort == one.record.cohort or not world.keeps("the cohort is the one asked")
     if i in there and world.keeps("survivors contributed"):
@@ -420,6 +423,7 @@ WHOLE_RULES = frozenset(
         "the cohort is in the key", "what is asked is in the key", "the past is in the key", "an index is used once",
         "an index is claimed before it is used", "a claim is one step", "one cohort a question",
         "at least min_cohort are asked", "a sum is used before the next question", "the newest index rises alone",
+        "an answer is kept", "questions come in their order",
     }
 )  # fmt: skip
 
@@ -524,10 +528,10 @@ def gives(world: WholeWorld, state: Members, deed: Deed) -> Members | None:
     past, waiting = member.past, member.waiting
     if world.ordered and waiting is not None:
         if put == waiting.put:
-            if draw != waiting.draw:  # it is kept, and masked anew
+            if draw != waiting.draw and world.keeps("an answer is kept"):  # and masked anew
                 return None
-        elif put.number <= waiting.put.number or not (
-            said or not world.keeps("a sum is used before the next question")
+        elif (put.number <= waiting.put.number and world.keeps("questions come in their order")) or (
+            not said and world.keeps("a sum is used before the next question")
         ):
             return None
         elif said:
@@ -599,17 +603,21 @@ def known(world: WholeWorld, gave: frozenset[Gave]) -> str | None:
         silos = [{inputs[at][0] for at, x in enumerate(row) if x} for row in echelon(free)]
         return "one silo's term" if any(len(those) == 1 for those in silos) else "a total that nobody was asked for"
     by_question: dict[tuple[int, int], set[Places]] = {}
+    values: dict[Put, set[frozenset[tuple[int, int]]]] = {}
     for total in totals:
         if len(total) < world.min_cohort - 1:
             return "a total of too few"
         one = next(iter(total))
         by_question.setdefault(one.put[:2], set()).add(one.put.cohort)
+        values.setdefault(one.put, set()).add(frozenset((g.silo, g.draw) for g in total))
         if any(
             g.silo == o.silo and g.put.number > o.put.number and (o.index, o.put) not in g.past
             for g in gave
             for o in total
         ):
             return "a total that is denied"
+    if world.ordered and any(len(found) > 1 for found in values.values()):
+        return "a question answered in two ways"
     return "a question with two totals" if any(len(c) > 1 for c in by_question.values()) else None
 
 
