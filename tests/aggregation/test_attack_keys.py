@@ -1,5 +1,7 @@
 """Attacks on keys and on the graph; each beside its control."""
 
+from contextlib import nullcontext
+
 import pytest
 from sum_adversary import TABLE, World, is_input
 from sum_fake_world import FakeWorld
@@ -22,6 +24,16 @@ from secure_fvi.aggregation.session import key_set_hash, nonce_commitment
 from secure_fvi.errors import AggregationError, ProtocolError
 
 VICTIM = 1
+_P = 2**255 - 19
+_OF_ORDER_8 = (
+    "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800",
+    "5f9c95bca3508c24b1d0b1559c83ef5b04445cc4581c8e86d8224eddd09f1157",
+)
+#: The points of which every multiple by a private key is zero, as canonical and as other bytes.
+SMALL_ORDER = [
+    *((u | top).to_bytes(32, "little") for u in (0, 1, _P - 1, _P, _P + 1) for top in (0, 1 << 255)),
+    *map(bytes.fromhex, _OF_ORDER_8),
+]
 
 
 class TestKeySubstitution:
@@ -52,16 +64,21 @@ class TestKeySubstitution:
         key_set = KeySet(0, b"\x0f", *[list(c) for c in zip(*(r[1:] for r in genuine), strict=True)])
         assert unpack(world.silos[world.ids[0]].handle(pack(key_set)), NonceReveal).attempt == 0
 
-    def test_a_key_of_small_order_is_refused(self):
-        world = World(prepared=False)
+    @pytest.mark.parametrize("most", [0, 1])
+    @pytest.mark.parametrize("point", SMALL_ORDER)
+    def test_a_key_of_small_order_is_refused(self, point, most):
+        """By the server as by silos. The control: the key that its silo signed first is taken in the same place."""
+        world = World(prepared=False, max_missing=most)
         adverts = [unpack(world.silos[s].handle(pack(KeysRequest(0))), KeyAdvert) for s in world.ids]
-        zero = bytes(32)
-        statement = session_module.advert_statement(world.roster, 0, 2, zero, adverts[2].nonce_commitment)
+        statement = session_module.advert_statement(world.roster, 0, 2, point, adverts[2].nonce_commitment)
         signature = world.identities[world.ids[2]].sign(statement)
-        adverts[2] = adverts[2]._replace(public_key=zero, signature=signature)
-        key_set = KeySet(0, b"\x0f", *[list(c) for c in zip(*(r[1:] for r in adverts), strict=True)])
-        with pytest.raises(ProtocolError, match="unusable"):
-            world.silos[world.ids[0]].handle(pack(key_set))
+        small = adverts[2]._replace(public_key=point, signature=signature)
+        for advert, usable in ((small, False), (adverts[2], True)):
+            assert world.server._state._usable(2, 0, advert) is usable
+            rows = [*adverts[:2], advert, *adverts[3:]]
+            key_set = KeySet(0, b"\x0f", *[list(c) for c in zip(*(r[1:] for r in rows), strict=True)])
+            with nullcontext() if usable else pytest.raises(ProtocolError, match="unusable"):
+                world.silos[world.ids[usable]].handle(pack(key_set))
 
 
 class TestGraphSeed:
