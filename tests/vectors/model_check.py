@@ -387,14 +387,14 @@ class Put(NamedTuple):
 
 class Gave(NamedTuple):
     """A contribution that has left. draw: which of two values a silo might answer with. past: the sums of which the
-    silo believes that they were used with its term, and what they asked."""
+    silo believes that they were used with its term, what they asked, and the key set under which it answered."""
 
     silo: int
     index: int
     put: Put
     draw: int
     keys: int
-    past: frozenset[tuple[int, Put]]
+    past: frozenset[tuple[int, Put, int]]
 
 
 class Member(NamedTuple):
@@ -407,7 +407,7 @@ class Member(NamedTuple):
     last: int = -1
     gave: frozenset[Gave] = frozenset()
     waiting: Gave | None = None
-    past: frozenset[tuple[int, Put]] = frozenset()
+    past: frozenset[tuple[int, Put, int]] = frozenset()
     cohorts: tuple[Places | None, ...] = ()
     looked: int | None = None
     standing: tuple[int, Put, int, int] | None = None
@@ -423,7 +423,7 @@ WHOLE_RULES = frozenset(
         "the cohort is in the key", "what is asked is in the key", "the past is in the key", "an index is used once",
         "an index is claimed before it is used", "a claim is one step", "one cohort a question",
         "at least min_cohort are asked", "a sum is used before the next question", "the newest index rises alone",
-        "an answer is kept", "questions come in their order",
+        "an answer is kept", "questions come in their order", "keys are in the past",
     }
 )  # fmt: skip
 
@@ -442,7 +442,8 @@ class Deed(NamedTuple):
 class WholeWorld(NamedTuple):
     """How much there is to try. ordered: whether questions come in an order, with what the server says of the last;
     otherwise the sum's half stands alone. stands: whether a second process over silo 0's store may stand still before
-    it writes that it contributed; claims up to the newest index before are then let go of with each contribution."""
+    it writes that it contributed; claims up to the newest index before are then let go of with each contribution. anew:
+    whether silos may be asked for keys a second time."""
 
     n: int = 4
     indices: int = 1
@@ -454,6 +455,7 @@ class WholeWorld(NamedTuple):
     keysets: tuple[int, ...] = ()  # all have taken the first where none is given
     kills: bool = True
     stands: bool = False
+    anew: bool = False
     without: frozenset[str] = frozenset()
 
     def keeps(self, rule: str) -> bool:
@@ -481,6 +483,8 @@ class WholeWorld(NamedTuple):
                 for keys in keysets:
                     yield Deed("keys", i, keys), replaced(state, i, member._replace(keys=keys))
                 continue
+            if self.anew and member.keys == ONE:
+                yield Deed("keys", i, TWO), replaced(state, i, member._replace(keys=TWO))
             if self.kills:
                 yield Deed("crash", i), replaced(state, i, came_back(self, member))
             stands = self.stands and i == 0
@@ -535,7 +539,7 @@ def gives(world: WholeWorld, state: Members, deed: Deed) -> Members | None:
         ):
             return None
         elif said:
-            past |= {(waiting.index, waiting.put)}
+            past |= {(waiting.index, waiting.put, waiting.keys if world.keeps("keys are in the past") else 0)}
     q = put.number * world.words + put.words
     if world.keeps("one cohort a question") and member.cohorts[q] not in (None, put.cohort):
         return None
@@ -575,7 +579,7 @@ def masks(world: WholeWorld, gave: Gave) -> dict[tuple[object, ...], int]:
             continue
         # Whose secret it is. The colluder has borrowed the key of silo 0.
         pair = tuple(sorted((u, v if v != last else 0)))
-        together = frozenset((at, put) for at, put in gave.past if v in put.cohort)
+        together = frozenset(one for one in gave.past if v in one[1].cohort)
         fields: dict[str, object] = {
             "places are in the key": (min(u, v), max(u, v)), "the key set is in the key": gave.keys,
             "the index is in the key": gave.index, "the cohort is in the key": gave.put.cohort,
@@ -604,6 +608,7 @@ def known(world: WholeWorld, gave: frozenset[Gave]) -> str | None:
         return "one silo's term" if any(len(those) == 1 for those in silos) else "a total that nobody was asked for"
     by_question: dict[tuple[int, int], set[Places]] = {}
     values: dict[Put, set[frozenset[tuple[int, int]]]] = {}
+    had = {(one.index, one.put) for total in totals for one in total}
     for total in totals:
         if len(total) < world.min_cohort - 1:
             return "a total of too few"
@@ -611,11 +616,15 @@ def known(world: WholeWorld, gave: frozenset[Gave]) -> str | None:
         by_question.setdefault(one.put[:2], set()).add(one.put.cohort)
         values.setdefault(one.put, set()).add(frozenset((g.silo, g.draw) for g in total))
         if any(
-            g.silo == o.silo and g.put.number > o.put.number and (o.index, o.put) not in g.past
+            g.silo == o.silo and g.put.number > o.put.number and (o.index, o.put) not in {each[:2] for each in g.past}
             for g in gave
             for o in total
         ):
             return "a total that is denied"
+        these = {one.silo for one in total}
+        believed = {(index, put) for one in total for index, put, _ in one.past if put.cohort - {world.n - 1} <= these}
+        if not believed <= had:
+            return "a total after a question that has none"
     if world.ordered and any(len(found) > 1 for found in values.values()):
         return "a question answered in two ways"
     return "a question with two totals" if any(len(c) > 1 for c in by_question.values()) else None

@@ -138,7 +138,13 @@ WHOLE_WORLDS = {
         n=3, indices=2, numbers=2, words=2, ordered=True, kills=False
     ),
     "three silos, two questions in order": WholeWorld(n=3, indices=2, numbers=2, ordered=True),
+    "two questions in order, cohorts that differ": WholeWorld(
+        indices=2, numbers=2, cohorts=(ALL, TRIPLE), ordered=True, kills=False
+    ),
     "two processes, three indices": WholeWorld(n=3, indices=3, min_cohort=2, kills=False, stands=True),
+    "two questions in order, keys made anew": WholeWorld(
+        n=3, indices=2, numbers=2, ordered=True, kills=False, anew=True
+    ),
 }
 WHOLE_LARGE = {
     "five silos": WholeWorld(n=5, words=2, kills=False),
@@ -165,6 +171,7 @@ WHOLE_FAULTS = {
     "a sum is used before the next question": ("three silos, two questions in order", "a total that is denied"),
     "the newest index rises alone": ("two processes, three indices", "one silo's term"),
     "an answer is kept": ("three silos, two questions in order", "a question answered in two ways"),
+    "keys are in the past": ("two questions in order, keys made anew", "a total after a question that has none"),
     "questions come in their order": ("three silos, two questions in order", "a total that is denied"),
 }
 
