@@ -616,7 +616,7 @@ def known(world: WholeWorld, gave: frozenset[Gave]) -> str | None:
         by_question.setdefault(one.put[:2], set()).add(one.put.cohort)
         values.setdefault(one.put, set()).add(frozenset((g.silo, g.draw) for g in total))
         if any(
-            g.silo == o.silo and g.put.number > o.put.number and (o.index, o.put) not in {each[:2] for each in g.past}
+            g.silo == o.silo and g.put.number > o.put.number and o.put not in {put for _, put, _ in g.past}
             for g in gave
             for o in total
         ):
