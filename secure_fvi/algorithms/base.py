@@ -253,6 +253,7 @@ class Verdict(NamedTuple):
     details: Mapping[str, float | None]  # the numbers that it rests on
     moving: bool = False  # of a run that is not assessed: whether it was seen to be far from rest
     remedy: str = ""  # what to try, unless converged
+    narrow: bool = False  # whether q was seen to be much narrower than the posterior
 
     @property
     def said(self) -> str:
@@ -262,7 +263,7 @@ class Verdict(NamedTuple):
     @property
     def warns(self) -> bool:
         """Whether the result deserves less trust than usual, and a warning is due."""
-        return self.converged is False or self.moving
+        return self.converged is False or self.moving or self.narrow
 
 
 #: Why a run under differential privacy is not assessed.

@@ -22,6 +22,8 @@ are no narrower than they should be. Scores that are cut on one side more than o
 public number tells: under a clipping norm that cuts many records of a logistic regression, say, the noise is counted
 and that bias is not. Sites of PVI are cut as a whole, precision and shift alike: a likelihood to a power below 1, which
 is wider.
+
+Without privacy the same regression, of the same totals, tells by how much a diagonal q is too narrow (`widening`).
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ _DRAWS, _NUMBERS, _FEWEST = 400, 4_000_000, 64
 _SEED = 20_250_503
 #: Grid of the mean curvature, from a hundredth of the prior's, and degrees of freedom of the spread around it, over n.
 _SIZES, _LEAST, _FREEDOM = 60, 1e-2, tuple(4.0**k for k in range(-3, 6))
+#: Rounds a dimension that `widening` asks for, the least eigenvalue of a curvature's correlations, and how many times
+#: its expectation what error adds is taken off.
+_ROUNDS_EACH, _LEAST_VALUE, _TAKEN_OFF = 3, 1e-8, 4.0
 #: Standard errors above its estimate up to which the mean curvature is looked for.
 _ABOVE = 6.0
 
@@ -65,13 +70,13 @@ class Trace(NamedTuple):
     g: Tensor  # (n,) mean total
     zz: Tensor  # (n, n) squares of broadcasts about the mean
     gz: Tensor  # (n, n) products, a row a gradient's
-    gg: float  # squares of totals about the mean, all together
+    gg: Tensor  # (n,) squares of totals about the mean
 
 
 def nothing_seen(n: int) -> Trace:
     """Before the first round; n = 0 where nothing will be."""
     vector, square = torch.zeros(n, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
-    return Trace(0, 0.0, vector, vector, square, square, 0.0)
+    return Trace(0, 0.0, vector, vector, square, square, vector)
 
 
 def seen(trace: Trace, z: Tensor, g: Tensor, variance: float) -> Trace:
@@ -87,7 +92,7 @@ def seen(trace: Trace, z: Tensor, g: Tensor, variance: float) -> Trace:
         trace.g + share * off_g,
         trace.zz + kept * torch.outer(off_z, off_z),
         trace.gz + kept * torch.outer(off_g, off_z),
-        trace.gg + kept * float(off_g @ off_g),
+        trace.gg + kept * off_g.square(),
     )
 
 
@@ -111,6 +116,18 @@ def of_gradients(trace: Trace, prior: Natural) -> NoiseAware | str:
     freedom = n * (trace.rounds - 1) - n * (n + 1) / 2
     if freedom <= 0 or trace.rounds <= n:
         return f"{trace.rounds} rounds that are averaged are too few for {n} dimensions"
+    told, left = _regressed(trace)
+    # Minibatches, and gradients that are no lines, leave more than the noise of privacy: never less is counted.
+    excess = max(1.0, left / freedom)
+    told = told._replace(precision=told.precision / excess)
+    error, size = _error(told)
+    if size > 0:
+        told.estimate.diagonal().sub_(_TOO_STEEP / (size * told.precision.diagonal().clamp(min=1e-300)))
+    return _integrated(told, error, trace.g, trace.z, 1 / trace.weight, excess, Natural(*_full(prior)), trace.rounds)
+
+
+def _regressed(trace: Trace) -> tuple[_Told, float]:
+    """The symmetric H of least squares, entries' precisions at noise of variance 1, and the squares that it leaves."""
     weights, basis = torch.linalg.eigh(trace.zz)
     weights = weights.clamp(min=0)
     slope = -(basis.mT @ trace.gz @ basis)
@@ -119,14 +136,34 @@ def of_gradients(trace: Trace, prior: Natural) -> NoiseAware | str:
     estimate.diagonal().copy_(slope.diagonal() / weights.clamp(min=1e-300))
     precision.diagonal().copy_(weights)
     whole = basis @ estimate @ basis.mT
-    left = trace.gg + 2 * float((whole * trace.gz).sum()) + float((whole @ trace.zz * whole).sum())
-    # Minibatches, and gradients that are no lines, leave more than the noise of privacy: never less is counted.
-    excess = max(1.0, left / freedom)
-    told = _Told(basis, estimate, precision / excess)
-    error, size = _error(told)
-    if size > 0:
-        estimate.diagonal().sub_(_TOO_STEEP / (size * told.precision.diagonal().clamp(min=1e-300)))
-    return _integrated(told, error, trace.g, trace.z, 1 / trace.weight, excess, Natural(*_full(prior)), trace.rounds)
+    left = float(trace.gg.sum()) + 2 * float((whole * trace.gz).sum()) + float((whole @ trace.zz * whole).sum())
+    return _Told(basis, estimate, precision), left
+
+
+def widening(trace: Trace, sd: Tensor, prior: Tensor) -> Tensor | None:
+    """(n,) by how many times the normal posterior of the same curvature is wider than the best diagonal q, whose sds
+    are those given all other dimensions; at least 1. None: the rounds do not tell. sd: q's, (n,), a scale alone.
+    prior: its curvature (n, n). It follows from broadcasts and totals; everyone may see it.
+
+    What random entries of the curvature, as large as the regression's error, would seem to add is taken off.
+    """
+    n, sd = len(sd), sd.to(trace.z)
+    freedom = n * (trace.rounds - 1) - n * (n + 1) / 2
+    if trace.rounds < _ROUNDS_EACH * n or freedom <= 0:
+        return None
+    over, times = torch.outer(sd, sd).reciprocal(), torch.outer(sd, sd.reciprocal())
+    scaled = trace._replace(zz=trace.zz * over, gz=trace.gz * times, gg=trace.gg * sd.square())
+    told, left = _regressed(scaled)
+    whole = told.basis @ told.estimate @ told.basis.mT + prior.to(sd) / over
+    size = whole.diagonal()
+    if not (size > 0).all():
+        return None
+    error = max(left, 0.0) / freedom * float(told.precision.diagonal().reciprocal().mean()) / float(size.mean()) ** 2
+    values, vectors = torch.linalg.eigh(whole / torch.outer(size, size).sqrt())
+    # A direction that the error hides is no narrower than it: what is told is too little there.
+    values = values.clamp(min=max(math.sqrt(n * error), _LEAST_VALUE))
+    ratio = (vectors.square() / values).sum(1)
+    return (ratio - _TAKEN_OFF * n * error).clamp(min=1).sqrt()
 
 
 def of_sites(total: Natural, variance: float, prior: Natural) -> NoiseAware | str:

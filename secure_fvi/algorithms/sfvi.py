@@ -88,6 +88,9 @@ _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
 #: Rows of a block of per-record gradients at least, and numbers in one above which it has fewer than at most: powers of
 #: two as well. Only what everyone knows, the model's size, decides on them.
 _FEWEST_ROWS, _MOST_NUMBERS = 64, 2**16
+#: Dimensions up to which a diagonal q is held against the curvature, which has as many squared; how many times as wide
+#: a posterior is worth a warning, as far as sds of a converged run may be off (`final_server.SD_WITHIN`); sites named.
+_LOOKED_AT, _MUCH_WIDER, _NAMED = 1000, 1.15, 4
 #: The first key of the draws at the final q; those of rounds are smaller.
 _FINAL = 2**30
 #: Numbers of SFVI's draws at a silo, after a warm start, begin here.
@@ -228,7 +231,7 @@ class SFVIState(NamedTuple):
     phase: str  # of the sum to come
     rest: final_server.Rest  # what the final sum told of q, where all silos were in it
     refining: refining_server.Refining  # and what those after it did
-    trace: noise_aware.Trace  # under privacy, of the rounds that are averaged
+    trace: noise_aware.Trace  # under privacy, or of a diagonal family, of the rounds that are averaged
 
 
 class SFVILocal(NamedTuple):
@@ -361,7 +364,7 @@ class SFVIProgram(StructuredProgram):
         return SFVIState(
             0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE,
             final_server.Rest(), refining_server.start(),
-            noise_aware.nothing_seen(0 if self._uncounted else self.family.n),
+            noise_aware.nothing_seen(self.family.n if self._looks_on else 0),
         )  # fmt: skip
 
     def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
@@ -462,10 +465,23 @@ class SFVIProgram(StructuredProgram):
             return f"{self.family.n} global dimensions are more than {noise_aware.UP_TO}"
         return None
 
+    @property
+    def _narrow(self) -> bool:
+        """Whether it is looked at how much too narrow q is."""
+        return not self.terms and self.family.name == "diagonal" and 1 < self.family.n <= _LOOKED_AT
+
+    @property
+    def _looks_on(self) -> bool:
+        """Whether broadcasts and totals are kept, in sums."""
+        return self._narrow if not self.terms else self._uncounted is None
+
     def _seen(self, state: SFVIState, message: Broadcast, sums: Totals, factor: float) -> noise_aware.Trace:
         """With what this round's total, times `factor`, tells of the likelihood's gradient where it was asked."""
-        if self._uncounted is not None:
+        if not self._looks_on:
             return state.trace
+        if not self.terms:
+            gradient = sum(torch.as_tensor(sums[name]) for name in (DIRECT, PATH) if name in sums)
+            return noise_aware.seen(state.trace, state.z_global.cpu(), torch.as_tensor(gradient * factor), 1.0)
         terms = self.terms[ROUND_PHASE]
         clip = message.scalars.get(CLIP, terms.settings.clipping_norm)
         variance = noise_aware.variance_of(terms, len(message.cohort), clip) * factor**2
@@ -489,7 +505,30 @@ class SFVIProgram(StructuredProgram):
     def verdict(self, state: SFVIState) -> Verdict:
         """Of a run that stops by itself: whether the stopping rule was met with all silos, and q is stationary, or was
         refined."""
-        return refining_server.verdict(self._of_q(state), state.refining, self._refiner.fits)
+        found = refining_server.verdict(self._of_q(state), state.refining, self._refiner.fits)
+        return self._with_widening(found, state) if self._narrow else found
+
+    def _with_widening(self, found: Verdict, state: SFVIState) -> Verdict:
+        """With by how much the posterior is wider than a diagonal q, where that is known, and a warning where it is
+        much: of the curvature that the totals of rounds have shown."""
+        posterior, problem = self.posterior(state), self.problem
+        at, sd = posterior.eta["loc"], self.family.stddev(posterior.eta)
+        prior = torch.func.hessian(lambda z: -problem.density.log_prior(z, posterior.theta))(at)
+        ratio = noise_aware.widening(state.trace, sd.to("cpu"), prior.to("cpu"))
+        if ratio is None or not ratio.isfinite().all():
+            return found
+        worst = float(ratio.max())
+        details = {**found.details, "widening": worst}
+        if worst < _MUCH_WIDER:
+            return found._replace(details=details)
+        by_site = {name: float(r.max()) for name, r in problem.layout.split(ratio, "global").items()}
+        sites = sorted((r, name) for name, r in by_site.items() if r >= _MUCH_WIDER)[::-1]
+        named = ", ".join(f"{name} {r:.2g} times" for r, name in sites[:_NAMED]) + (", ..." if sites[_NAMED:] else "")
+        why = (
+            "q is diagonal, and the likelihood's curvature is not: as the rounds showed it, posterior sds are up to "
+            f"{worst:.2g} times those of a diagonal q ({named}); family = 'full' follows correlations"
+        )
+        return found._replace(reason=f"{found.reason}; besides, {why}", details=details, narrow=True)
 
     def _of_q(self, state: SFVIState) -> Verdict:
         config, r_hat = self.config, state.monitor.r_hat
