@@ -46,6 +46,9 @@ from secure_fvi.summary import (
 )
 
 _R = TypeVar("_R")
+#: Share of cut gradients, at most, over which a private result warns
+#: (`test_where_many_gradients_are_cut_the_run_says_so`).
+MANY_CUT = 0.1
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_230_208
 
@@ -70,7 +73,16 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
     counted = server.program.noise_aware(state)
     if isinstance(counted, str):
         return found, {**claim, "sds": {"count_noise": False, "because": counted}}
-    said = {"count_noise": True, "curvature_error": counted.error, "rounds": counted.rounds}
+    cut = number_or_none(counted.cut)
+    said = {"count_noise": True, "curvature_error": counted.error, "rounds": counted.rounds, "cut_at_most": cut}
+    if cut is not None and cut > MANY_CUT:
+        warnings.warn(
+            f"gradients of up to {cut:.0%} of records (or silos) are longer than clipping_norm, if the model is right: "
+            "where more are cut on one side than on the other, as in a logistic regression, means are off by more than "
+            "sds say; take a longer norm",
+            SecureFVIWarning,
+            stacklevel=4,
+        )
     return found._replace(counted=counted), {**claim, "sds": said}
 
 

@@ -191,7 +191,9 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
         return (
             f"sds and quantiles do not count the noise of privacy, so that intervals are too short: {said['because']}"
         )
-    return "sds and quantiles count the noise of privacy; not what clipping moves, where it cuts one side more"
+    cut = said.get("cut_at_most")
+    share = "" if cut is None else f", which is up to {cut:.1%} of gradients"
+    return f"sds and quantiles count the noise of privacy; not what clipping moves, where it cuts one side more{share}"
 
 
 def quantiles(draws: Tensor, weights: Tensor, levels: Sequence[float] = LEVELS) -> Tensor:

@@ -295,6 +295,7 @@ class NoiseAware(NamedTuple):
     without: Tensor  # (n_global, n_global) of the same data, had there been no noise
     error: float  # standard error of the likelihood's curvature, over the curvature
     rounds: int  # that it was learned from
+    cut: float = math.nan  # share of records (or silos) whose gradients are cut, at most; NaN: nothing public tells
 
 
 class Posterior(NamedTuple):

@@ -20,7 +20,9 @@ Clipping. Let a record's gradient be cut by a factor c <= 1. If the cut scores a
 (residuals that are symmetric), their curvature H is E[c g g'] and their variance E[c^2 g g'] is no larger: intervals
 are no narrower than they should be. Scores that are cut on one side more than on the other have another zero, which no
 public number tells: under a clipping norm that cuts many records of a logistic regression, say, the noise is counted
-and that bias is not. Sites of PVI are cut as a whole, precision and shift alike: a likelihood to a power below 1, which
+and that bias is not. How many at most are cut is told where their number N is public: by the same identity the trace
+of H is N E[c g'g] = N E[min(g'g, C |g|)], which is at least N C^2 times the share of gradients longer than C, if the
+model is right. Sites of PVI are cut as a whole, precision and shift alike: a likelihood to a power below 1, which
 is wider.
 
 Without privacy the same regression, of the same totals, tells by how much a diagonal q is too narrow (`widening`).
@@ -71,6 +73,7 @@ class Trace(NamedTuple):
     zz: Tensor  # (n, n) squares of broadcasts about the mean
     gz: Tensor  # (n, n) products, a row a gradient's
     gg: Tensor  # (n,) squares of totals about the mean
+    norms: float = math.nan  # records or silos of the last total, times the square of the clipping norm; NaN: unknown
 
 
 def nothing_seen(n: int) -> Trace:
@@ -79,8 +82,9 @@ def nothing_seen(n: int) -> Trace:
     return Trace(0, 0.0, vector, vector, square, square, vector)
 
 
-def seen(trace: Trace, z: Tensor, g: Tensor, variance: float) -> Trace:
-    """With a round more: its broadcast z (n,), its total g (n,) and the variance of the noise in each number."""
+def seen(trace: Trace, z: Tensor, g: Tensor, variance: float, norms: float = math.nan) -> Trace:
+    """With a round more: its broadcast z (n,), its total g (n,), the variance of the noise in each number, and
+    `Trace.norms`."""
     z, g, one = z.to(trace.z), g.to(trace.g), 1 / variance
     weight = trace.weight + one
     off_z, off_g, share = z - trace.z, g - trace.g, one / weight
@@ -93,6 +97,7 @@ def seen(trace: Trace, z: Tensor, g: Tensor, variance: float) -> Trace:
         trace.zz + kept * torch.outer(off_z, off_z),
         trace.gz + kept * torch.outer(off_g, off_z),
         trace.gg + kept * off_g.square(),
+        norms,
     )
 
 
@@ -123,7 +128,10 @@ def of_gradients(trace: Trace, prior: Natural) -> NoiseAware | str:
     error, size = _error(told)
     if size > 0:
         told.estimate.diagonal().sub_(_TOO_STEEP / (size * told.precision.diagonal().clamp(min=1e-300)))
-    return _integrated(told, error, trace.g, trace.z, 1 / trace.weight, excess, Natural(*_full(prior)), trace.rounds)
+    found = _integrated(told, error, trace.g, trace.z, 1 / trace.weight, excess, Natural(*_full(prior)), trace.rounds)
+    if isinstance(found, str) or math.isnan(trace.norms):
+        return found
+    return found._replace(cut=min(1.0, float(told.estimate.diagonal().sum()) / trace.norms))
 
 
 def _regressed(trace: Trace) -> tuple[_Told, float]:

@@ -6,6 +6,7 @@ nothing more is charged.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,35 @@ def test_sfvi_is_narrower_than_each_way_to_make_pvi_private(monkeypatch: pytest.
     widths = [row["width"] for row in rows]
     assert sorted(widths, reverse=True) == widths
     assert all(row["covered"] >= 33 / 40 for row in rows)
+
+
+@pytest.mark.filterwarnings("always::secure_fvi.errors.SecureFVIWarning")
+def test_where_many_gradients_are_cut_the_run_says_so() -> None:
+    """A logistic regression by two norms. What is told is no less than the share that is cut at the truth; the shorter
+    norm, by which most means are a posterior sd off and more, warns. Where counts are not public nothing is told."""
+    data = coverage.drawn("logistic", 1500, 1, torch.Generator().manual_seed(2))
+    x, y, beta = data.x[0], data.y[0], data.beta[0]
+    lengths = (y - (x @ beta).sigmoid()).abs() * x.norm(dim=1)
+    weight = (x @ beta).sigmoid() * (-(x @ beta)).sigmoid()
+    sd = torch.linalg.inv(x.mT @ (weight.unsqueeze(1) * x) + torch.eye(10)).diagonal().sqrt()
+    for norm, public, warns in ((4.0, True, False), (1.5, True, True), (1.5, False, False)):
+        privacy = sf.RecordDP(
+            noise_multiplier=0.5, clipping_norm=norm, noise="silo", retries=0, public_counts=public
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", sf.SecureFVIWarning)
+            result = sf.fit(
+                sf.FederatedModel(coverage.logistic, record_plate="row"), [{"x": x, "y": y}],
+                sf.SFVI(family="full", iterations=400, average_last=0.5), sf.Plain(), privacy=privacy, noise_key=b"k",
+                compile=False,
+            )  # fmt: skip
+        said = result.privacy["sds"]
+        assert said["count_noise"], said
+        told = said["cut_at_most"]
+        assert (told is not None) == public
+        assert any("longer than clipping_norm" in str(w.message) for w in seen) == warns
+        off = ((result.posterior["beta"].mean - beta).abs() / sd).median()
+        assert (off > 1) == (norm < 4)
+        if public:
+            assert float((lengths > norm).double().mean()) <= told
+            assert f"up to {told:.1%} of gradients" in counts_noise(result.privacy)
