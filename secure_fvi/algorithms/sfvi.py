@@ -452,7 +452,10 @@ class SFVIProgram(StructuredProgram):
         if not self.terms:
             return ""
         if self.n_record or self.n_silo:
-            return "latents of records and silos follow the noised broadcasts, and how far is not in the totals"
+            return (
+                "latents of records and silos follow the noised broadcasts, and how far is not in the totals; "
+                "integrate them out in the program, where there is one of a record"
+            )
         if self.theta_start:
             return "the pyro.params have no prior, and follow the noise with q"
         if self.terms[ROUND_PHASE].adaptive:
