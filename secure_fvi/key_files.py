@@ -53,8 +53,9 @@ def load_private(path: str | os.PathLike[str], passphrase: str | None = None) ->
     """The key in `path`; passphrase: the environment's unless given. Raises InputError when there is none."""
     path = Path(path)
     pem = _read(path)
+    secret = _secret(passphrase) if _ENCRYPTED in pem else None  # a key file that cannot be read says so itself
     try:
-        key = serialization.load_pem_private_key(pem, _secret(passphrase) if _ENCRYPTED in pem else None)
+        key = serialization.load_pem_private_key(pem, secret)
     except TypeError:
         raise InputError(
             f"the signing key '{path}' is encrypted; set {PASSPHRASE_VARIABLE} or {KEY_FILE_VARIABLE}"

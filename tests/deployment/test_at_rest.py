@@ -89,6 +89,10 @@ def test_private_keys_are_sealed_unless_somebody_says_otherwise(
     (tmp_path / "secret").chmod(0o600)
     keys = sorted(p.name for p in Home(path).seal())
     assert keys == ["identity.pem", "state.key", "tls.key"]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("SECURE_FVI_KEY_FILE", "gone")
+        with pytest.raises(InputError, match="cannot read 'gone'"):  # which is no word on the passphrase
+            Home(path).state_secret()
     assert all(b"BEGIN ENCRYPTED" in (path / name).read_bytes() for name in keys)
     assert Home(path).seal() == []
     open_home(path)
