@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from secure_fvi.cli.keys import home_option, open_home
-from secure_fvi.cli.serving import sandbox_option
+from secure_fvi.cli.serving import log_option, sandbox_option, start_log
 
 if TYPE_CHECKING:
     from secure_fvi.engines.flare_kits import Scheme
@@ -51,12 +51,14 @@ def project(home: Path, host: str, port: int, admin: str, scheme: Scheme, out: P
     help="Whether FLARE's process, which does what FLARE's server says, sees no more of a site than its own folder and "
     "the network; that needs bubblewrap.",
 )  # fmt: skip
+@log_option
 def start(
     kit: Path,
     home: Path,
     data_dir: Path | None,
     repeatable: bool,
     sandbox: Literal["required", "off"],
+    log_format: str,
 ) -> None:
     """Run FLARE's process of this member, of the startup kit KIT, until it is stopped.
 
@@ -73,6 +75,7 @@ def start(
 
     check_flare()
     site = open_home(home)
+    start_log(False, log_format, site=site.id, role=site.role)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # and FLARE's process with it
     run(kit, site, Local(data_dir, repeatable), sandbox)
 

@@ -37,6 +37,8 @@ from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.site import Site, server_of
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.engines.flare_kits import (
+    check_kit,
+    check_port,
     command,
     environment,
     key_file_of,
@@ -92,13 +94,16 @@ class SiteParty:
         self._site = self._thread.submit(self._open, local)
 
     def _open(self, local: Local) -> Site:
-        until = time.monotonic() + _HELD
+        until, said = time.monotonic() + _HELD, False
         while True:  # the process of a job before may still hold the folder
             try:
                 return Site(self._home, local)
-            except InputError:
+            except InputError as error:
                 if time.monotonic() >= until:
                     raise
+                if not said:
+                    _log.warning("%s; trying again for %d s", error, _HELD)
+                said = True
                 time.sleep(_PAUSE)
 
     def opened(self) -> None:
@@ -211,6 +216,9 @@ def run(kit: Path, home: Home, local: Local | None = None, sandbox: Literal["req
     the door to which it brings letters. sandbox: "off" leaves the fence away. Raises InputError where there is none.
     """
     over = workspace_of(home) / "shutdown.fl"  # FLARE's own sign
+    check_kit(kit, home)  # before a site's folder is waited for
+    if home.role == "server":
+        check_port(kit)
     with _around(home, local or Local(), sandbox) as start:
         while True:
             put_away(home)

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
+from cryptography import x509
+from cryptography.x509.oid import NameOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from secure_fvi.checkpoints import latest_round
@@ -236,6 +239,50 @@ def _addresses(kit: Path, name: str) -> _Kit:
         ) from None
 
 
+def check_kit(kit: Path, home: Home) -> str:
+    """The name of the file that says whom the kit is for. Raises InputError where it is another member's, or its
+    certificate not in force: FLARE would go on trying without a word. Nothing is written."""
+    at, name = _startup(kit), home.id
+    if (at == "fed_server.json") != (home.role == "server"):
+        raise InputError(f"'{kit}' is a kit for another role than '{home.id}' has, a {home.role}")
+    said = _addresses(kit, at)
+    file = said.client.ssl_cert or next((s.ssl_cert for s in said.servers if s.ssl_cert), "")
+    if not file or not os.path.lexists(kit / "startup" / file):
+        return at  # FLARE itself says what is missing
+    try:
+        found = x509.load_pem_x509_certificate(_own(kit, file))
+    except ValueError:
+        raise InputError(f"'{kit}': startup/{file} is no certificate") from None
+    owner = ", ".join(str(part.value) for part in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME))
+    if owner != name:
+        raise InputError(
+            f"'{kit}' is the startup kit of '{printable(owner, 80)}', and this site is '{name}': take its own"
+        )
+    if not found.not_valid_before_utc <= (clock := now()) <= found.not_valid_after_utc:
+        raise InputError(
+            f"'{kit}': its certificate is in force from {found.not_valid_before_utc:%Y-%m-%d %H:%M} to "
+            f"{found.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and the clock here says {clock:%Y-%m-%d %H:%M}: set "
+            "the clock, or have the server run `nvflare provision` again"
+        )
+    return at
+
+
+def check_port(kit: Path) -> None:
+    """Raises InputError where the port of a server's kit is taken: FLARE would try again for good."""
+    at = _startup(kit)
+    target = next((s.service.target for s in _addresses(kit, at).servers), "")
+    if at != "fed_server.json" or not (port := target.rpartition(":")[2]).isdecimal():
+        return
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", int(port)))
+        except (OSError, OverflowError) as error:
+            raise InputError(
+                f"port {port}, which '{kit}' names, cannot be had ({error}): is another `flare start` running here?"
+            ) from None
+
+
 class Job(Table):
     """What a job's name stands for at the server; FLARE hands the name alone to the sites. sandbox: as of
     `secure-fvi server start`."""
@@ -270,8 +317,9 @@ def environment(home: Home, key_file: Path | None = None) -> dict[str, str]:
     it, and no module out of the folder that a process stands in."""
     found = {**os.environ, HOME_VARIABLE: str(home.path.resolve())}
     found.pop(PASSPHRASE_VARIABLE, None)
-    if key_file is not None:
-        found[KEY_FILE_VARIABLE] = str(key_file)
+    named = key_file or found.get(KEY_FILE_VARIABLE)
+    if named:  # FLARE's processes stand in folders of their own
+        found[KEY_FILE_VARIABLE] = str(Path(named).resolve())
     found["PYTHONSAFEPATH"] = "1"
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
     return found
@@ -317,9 +365,7 @@ def put_away(home: Home) -> None:
 
 def command(kit: Path, home: Home) -> list[str]:
     """FLARE's process of this member, from the installed package, in a folder that is guarded first."""
-    at = _startup(kit)
-    if (at == "fed_server.json") != (home.role == "server"):
-        raise InputError(f"'{kit}' is a kit for another role than '{home.id}' has, a {home.role}")
+    at = check_kit(kit, home)
     workspace = workspace_of(home)
     guard(kit, workspace)
     module = "server.server_train" if home.role == "server" else "client.client_train"
@@ -385,6 +431,10 @@ def launch(
     job_table = read(config, overrides)
     if job_table.engine is None or job_table.engine.kind != "flare":
         raise InputError(f"'{config}': [engine] kind must be \"flare\" for a job that FLARE carries")
+    if home.role != "server":
+        raise InputError(
+            f"'{home.path}' is the folder of a {home.role}: jobs are submitted at the server, with its --home"
+        )
     name = out.resolve().name
     job = Job(config=str(config.resolve()), out=str(out.resolve()), overrides=overrides, sandbox=sandbox)
     write_job(home.path, name, job)
@@ -424,6 +474,8 @@ class _Session:
     """An administrator's session with FLARE's server, opened anew where it is lost."""
 
     def __init__(self, admin: Path) -> None:
+        if not (admin / "startup" / "fed_admin.json").is_file():
+            raise InputError(f"'{admin}' is no administrator's startup kit of FLARE: startup/fed_admin.json is missing")
         self._admin, self._job = admin, ""
         self._api: Any = None
 

@@ -141,6 +141,6 @@ class Assembler:
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port". Raises InputError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) >= 1 << 16:
-        raise InputError(f"'{address}' must look like hub.example.org:8443")
+    if not host or "/" in host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise InputError(f"'{address}' must look like hub.example.org:8443, without a scheme")
     return host.strip("[]"), int(port)

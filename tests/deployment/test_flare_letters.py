@@ -5,6 +5,7 @@ What FLARE itself does is in test_flare.py, where it is installed.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import logging.config
@@ -26,7 +27,8 @@ import pytest
 from consortium_run import SILOS, Job
 from deployment_world import DAY, NOW, World, new_world
 
-from secure_fvi.deployment import consortium, fence
+from secure_fvi.deployment import consortium, fence, names
+from secure_fvi.deployment.certificates import make_certificate, pem_of
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.engines import flare, flare_kits, flare_server
@@ -492,6 +494,54 @@ def test_who_makes_a_kit_runs_nothing_at_the_site(tmp_path: Path, world: World) 
         flare_kits.command(kit, world.homes["hub"])
 
 
+def test_a_kit_that_is_anothers_or_out_of_its_dates_is_refused(world: World, tmp_path: Path) -> None:
+    """FLARE would go on trying without a word. The control: the site's own, at a clock within them."""
+    for owner, days, said in (
+        ("east", 30, ""),
+        ("south", 30, "is the startup kit of 'south', and this site is 'east'"),
+        ("east", -1, "its certificate is in force from .* set the clock, or have the server run `nvflare provision`"),
+    ):
+        kit = _kit(tmp_path / f"{owner}{days}")
+        clock = names.now()
+        begun = clock - datetime.timedelta(days=2)
+        made = make_certificate(world.homes["east"].tls_key(), owner, "silo", (), begun, days + 2)
+        (kit / "startup" / "client.crt").write_bytes(pem_of(made))
+        with pytest.raises(InputError, match=said) if said else nullcontext():
+            assert flare_kits.check_kit(kit, world.homes["east"]) == "fed_client.json"
+    (kit / "startup" / "client.crt").write_text("none")
+    with pytest.raises(InputError, match="is no certificate"):
+        flare_kits.check_kit(kit, world.homes["east"])
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    """FLARE would try again for good. The control: the same port once it is free."""
+    (tmp_path / "startup").mkdir()
+    with socket.create_server(("", 0)) as taken:
+        target = f"hub:{taken.getsockname()[1]}"
+        server = {"format_version": 2, "servers": [{"name": "study", "service": {"scheme": "tcp", "target": target}}]}
+        (tmp_path / "startup" / "fed_server.json").write_text(json.dumps(server))
+        with pytest.raises(InputError, match=r"cannot be had .* is another `flare start` running here"):
+            flare_kits.check_port(tmp_path)
+    flare_kits.check_port(tmp_path)
+
+
+def test_jobs_are_submitted_at_the_server_with_an_administrators_kit(world: World, tmp_path: Path) -> None:
+    """A site's folder, and a site's kit: FLARE would be dialled for a minute."""
+    config = _job(world, tmp_path).path
+    for home, said in (("east", "is the folder of a silo"), ("hub", "is no administrator's startup kit")):
+        with pytest.raises(InputError, match=said):
+            flare_kits.launch(world.homes[home], config, tmp_path / "out", _kit(tmp_path / home))
+
+
+def test_flares_processes_find_a_key_file_that_was_named_from_here(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stand in folders of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SECURE_FVI_KEY_FILE", "passphrase")
+    assert flare_kits.environment(world.homes["hub"])["SECURE_FVI_KEY_FILE"] == str(tmp_path / "passphrase")
+
+
 _SPYING = "{$SECURE_FVI_PASSPHRASE}"
 
 
@@ -685,13 +735,13 @@ def test_flares_process_has_no_file_of_this_one(world: World, tmp_path: Path) ->
 
 
 def test_without_bubblewrap_no_site_is_started_unless_its_owner_says_so(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
     fence._tool.cache_clear()
     try:
         with pytest.raises(InputError, match=r"FLARE's process .* there is no 'bwrap' here: install .*--sandbox off"):
-            flare.run(Path("kit"), world.homes["east"])
+            flare.run(_kit(tmp_path), world.homes["east"])
     finally:
         fence._tool.cache_clear()
 

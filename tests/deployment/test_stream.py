@@ -445,7 +445,9 @@ def test_an_address_that_is_taken_is_named(world: World) -> None:
         StreamServer(line, f"127.0.0.1:{server.port}", tls, lambda certificate: "", roster)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", ":8443", "127.0.0.1:65536", "127.0.0.1:84430"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "127.0.0.1:", ":8443", "127.0.0.1:65536", "127.0.0.1:84430", "https://hub:8443"]
+)
 def test_an_address_is_a_host_and_a_port_that_there_is(world: World, address: str) -> None:
     """gRPC, asked itself, listens at port 443, or at the number modulo 65536."""
     tls, roster = tls_of(world.homes["hub"]), world.homes["hub"].roster(NOW).hash
