@@ -350,7 +350,7 @@ def _package(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
     if allowed == "same" and ours != theirs:
         yield (
             f"the server's secure_fvi has digest {theirs[:16]}..., the one installed here {ours[:16]}...; install one "
-            "version at both, or list both digests as 'package'"
+            f"version at both, or, if both were looked at: package = ['{ours}', '{theirs}']"
         )
     if isinstance(allowed, tuple):
         for whose, digest in (("the server's", theirs), ("this site's", ours)):
