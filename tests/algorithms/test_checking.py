@@ -15,7 +15,7 @@ import torch
 import secure_fvi as sf
 from secure_fvi import silo as silo_module
 from secure_fvi.algorithms import checking, hiding
-from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.algorithms.base import FINISH, Broadcast, Step
 from secure_fvi.algorithms.checking import CHECK, DRAWS, REPLICATED, CheckedProgram
 from secure_fvi.algorithms.kit import Answer
 from secure_fvi.checkpoints import FolderCheckpoints
@@ -257,6 +257,47 @@ def test_a_check_at_other_points_is_refused_and_would_tell_rows(held: bool, monk
         past = hiding.read(seen[0][REPLICATED], program._block, 3)[1:, 2]
         ages = np.sort(np.concatenate([silo["age"] for silo in silos]))
         assert np.repeat(steps[:-1] + 0.5, np.rint(past[:-1] - past[1:]).astype(int)).tolist() == ages.tolist()
+
+
+@pytest.mark.parametrize("led", [True, False])
+def test_where_the_final_q_is_the_servers_a_check_tells_rows(led: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not protected, as the threat model says: SFVI's final sum may name any q, so that steps near it are answered and
+    two sums, before any round, count the rows past each age. The control: the same steps, far from the q named."""
+    of = sf.glmm("fell ~ age", "bernoulli", dictionary={
+        "fell": {"kind": "boolean"}, "age": {"kind": "number", "low": 0, "high": 100, "centre": 0.0, "scale": 1.0},
+    })  # fmt: skip
+    rng = np.random.default_rng(1)
+    silos = [{"fell": rng.integers(0, 2, n).astype(bool), "age": rng.integers(20, 60, n) + 0.0} for n in (20, 15, 12)]
+    steps = torch.arange(20, 61, dtype=torch.float64) - 0.5
+    parties = build_parties(of, silos, sf.SFVI(replicates=len(steps)), sf.Masked(), compile=False)
+    program = parties.server.program
+    assert isinstance(program, CheckedProgram)
+    q = {name: value.clone() for name, value in program._final.sent.items() if isinstance(value, torch.Tensor)}
+    assert q.keys() == program._final.sent.keys()
+    if led:
+        q["eta/loc"], q["eta/log_scale"] = torch.tensor([-4000.0, 100.0]), torch.full((2,), math.log(500.0))
+    seen: list[Any] = []
+
+    def asked(state: Any, index: int, accepted: Any) -> Broadcast:
+        message = Broadcast(1, index, accepted, program.problem.silos, {}, q, FINISH)
+        draws = 100.0 * torch.stack([-steps, torch.ones_like(steps)], 1)
+        return message._replace(phase=CHECK, tensors={**q, DRAWS: draws}) if seen else message
+
+    def kept(state: Any, message: Broadcast, sums: Any, scale: float) -> Any:
+        seen.append(sums)
+        return state, Step(math.nan, 0.0, None, CHECK, False)
+
+    monkeypatch.setattr(program, "broadcast", asked)
+    monkeypatch.setattr(program, "step", kept)
+    parties.engine.run(parties.server.round())
+    if not led:
+        with pytest.raises(ProtocolError, match="are not near the final q"):
+            parties.engine.run(parties.server.round())
+        return
+    parties.engine.run(parties.server.round())
+    past = hiding.read(seen[1][REPLICATED], program._block, 3)[1:, 2]
+    ages = np.sort(np.concatenate([silo["age"] for silo in silos]))
+    assert np.repeat(steps[:-1] + 0.5, np.rint(past[:-1] - past[1:]).astype(int)).tolist() == ages.tolist()
 
 
 @pytest.mark.parametrize("forgotten", ["what the final sum named", "that it tells a likelihood"])
