@@ -26,7 +26,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from secure_fvi.errors import InputError
+from secure_fvi import wire
+from secure_fvi.errors import InputError, ProtocolError
 
 if TYPE_CHECKING:
     from secure_fvi.aggregation.masked import Masked
@@ -100,10 +101,14 @@ class BlockTable:
         object.__setattr__(self, "size", sum(b.size for b in self.blocks))
 
     @cached_property
+    def packed(self) -> bytes:
+        """Names, shapes, bounds, kinds and whose rows they have: for who has no table and is shown its digest."""
+        return bytes(msgpack.packb([[b.name, list(b.shape), float(b.bound), b.integer, b.rows] for b in self.blocks]))
+
+    @cached_property
     def digest(self) -> bytes:
-        """SHA-256 over names, shapes, bounds, kinds and whose rows they have: 32 bytes."""
-        rows = [[b.name, list(b.shape), float(b.bound), b.integer, b.rows] for b in self.blocks]
-        return hashlib.sha256(b"secure-fvi/block-table/2" + msgpack.packb(rows)).digest()
+        """SHA-256 over `packed`: 32 bytes."""
+        return table_digest(self.packed)
 
     @cached_property
     def bounds(self) -> FloatArray:
@@ -126,6 +131,26 @@ class BlockTable:
             out[block.name] = flat[start : start + block.size].reshape(block.shape)
             start += block.size
         return out
+
+
+def table_digest(packed: bytes) -> bytes:
+    """`BlockTable.digest` of what is `BlockTable.packed`."""
+    return hashlib.sha256(b"secure-fvi/block-table/2" + packed).digest()
+
+
+#: `BlockTable.packed`: of each block its name, shape, bound, whether it is of whole numbers, and whose rows it has.
+_PACKED = wire.Listed(
+    wire.Row(
+        wire.text(1 << 12), wire.Listed(wire.whole(), 64), wire.real(), lambda value: type(value) is bool, wire.text(16)
+    )
+)
+
+
+def size_of(packed: bytes, digest: bytes) -> int:
+    """How many values the table has that is named by `digest`. Raises ProtocolError where `packed` is another's."""
+    if table_digest(packed) != digest:
+        raise ProtocolError("the blocks are not those of the table that was signed")
+    return sum(math.prod(shape) for _, shape, *_ in wire.decode(packed, _PACKED, what="a block table"))
 
 
 class Total(NamedTuple):

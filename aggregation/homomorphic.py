@@ -473,7 +473,7 @@ class HomomorphicServer:
             signed.question,
             signed.signers,
             signed.signatures,
-            table.size,
+            table.packed,
             [vector.serialize() for vector in added],
         )
         self._spent, self._widest = self._spent + len(added), max(self._widest, len(added))

@@ -398,7 +398,10 @@ class Ciphertexts(NamedTuple):
 
 
 class DecryptRequest(NamedTuple):
-    """Server to key holder: decrypt the total of one index, given enough signatures on its survivors."""
+    """Server to key holder: decrypt the total of one index, given enough signatures on its survivors.
+
+    blocks: `BlockTable.packed` of the table whose digest they signed, from which the number of values follows.
+    """
 
     sum_index: int
     key_set: bytes
@@ -410,7 +413,7 @@ class DecryptRequest(NamedTuple):
     question: bytes
     signers: bytes
     signatures: list[bytes]
-    size: int
+    blocks: bytes
     parts: list[bytes]
 
 
@@ -422,6 +425,8 @@ class Decrypted(NamedTuple):
     signature: bytes
 
 
+#: A block takes some 60 bytes.
+MAX_TABLE_BYTES = 1 << 20
 #: Each far below a megabyte; so many hold 33 million values.
 _ciphertexts = _list(wire.binary(most=1 << 20), 4096)
 
@@ -435,7 +440,7 @@ _CODEC = Codec(
             35,
             (
                 *(_uint, _32, _32, _any_bytes, _any_bytes, _32, _32, _either(0, 32)),
-                *(_any_bytes, _64s, _uint, _ciphertexts),
+                *(_any_bytes, _64s, wire.binary(most=MAX_TABLE_BYTES), _ciphertexts),
             ),
         ),
         Decrypted: (36, (_uint, _any_bytes, _64)),

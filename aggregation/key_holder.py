@@ -15,6 +15,7 @@ import numpy as np
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from secure_fvi.aggregation.base import size_of
 from secure_fvi.aggregation.homomorphic_schemes import (
     CKKS,
     DECRYPTIONS,
@@ -75,7 +76,7 @@ def holder_signed(roster: Roster, signature: bytes, statement: bytes) -> bool:
 def request_digest(request: DecryptRequest) -> bytes:
     """Names what is to be decrypted. Not who signed it: a retry may bring other signatures on the same."""
     r = request
-    fields = (r.key_set, r.batch, r.cohort, r.survivors, r.table, r.context, r.question, number(r.size), *r.parts)
+    fields = (r.key_set, r.batch, r.cohort, r.survivors, r.table, r.context, r.question, r.blocks, *r.parts)
     return digest(LABEL_REQUEST, number(r.sum_index), *fields)
 
 
@@ -135,7 +136,7 @@ class KeyHolder:
         if kept is not None:
             return kept
         # Claimed and yet without an answer: this party was killed in between, and nothing has left.
-        vectors = self._reader.read(request.parts, request.size)
+        vectors = self._reader.read(request.parts, size_of(request.blocks, request.table))
         self._count(len(vectors))
         if self._store.claim(f"decrypted/{index}", named) != named:
             raise ProtocolError(f"sum {index} was decrypted already")

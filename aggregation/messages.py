@@ -19,7 +19,7 @@ from secure_fvi.wire import Check, Limit
 #: Which all messages begin with: the version of the protocol in which the form of one last changed. It does not follow
 #: `wire.PROTOCOLS`: a release that speaks a version more, and has the forms of this one still, says to who knows this
 #: one alone what it understands.
-VERSION = 9
+VERSION = 10
 _MOST_FIELDS = 64
 
 M = TypeVar("M", bound=tuple[Any, ...])

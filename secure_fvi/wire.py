@@ -251,7 +251,7 @@ def shape(check: Check) -> Shape:
 #: Versions of the protocol that this release speaks, oldest first: all that parties say to each other once they have
 #: greeted. A change of the bytes of a message is a new one (`tests/wire/`). One stands here as long as this release
 #: writes and reads each of its messages in that version's form.
-PROTOCOLS = (9,)
+PROTOCOLS = (10,)
 
 
 def agreed(spoken: Mapping[str, Sequence[int]]) -> int:

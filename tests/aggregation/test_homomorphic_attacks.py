@@ -10,7 +10,7 @@ from scipy import stats
 from sum_network import CONTEXT, names, random_values, run_sum, table_of
 from tenseal import sealapi
 
-from secure_fvi.aggregation import Block, BlockTable, homomorphic
+from secure_fvi.aggregation import Block, BlockTable, base, homomorphic, key_holder
 from secure_fvi.aggregation import homomorphic_schemes as schemes
 from secure_fvi.aggregation.homomorphic import Homomorphic, HomomorphicSilo, WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import (
@@ -21,6 +21,7 @@ from secure_fvi.aggregation.homomorphic_schemes import (
     Decrypted,
     DecryptRequest,
     HolderKey,
+    PrimeRing,
     PublicContext,
     SecretContext,
     error_bound,
@@ -194,6 +195,31 @@ class TestOneSilosCiphertext:
         for changed in others.values():
             with pytest.raises(ProtocolError, match="signature of silo"):
                 world.holder.handle(pack(changed))
+
+    @pytest.mark.parametrize("held", [True, False])
+    def test_more_ciphertexts_than_the_signed_table_has_are_refused(self, monkeypatch, held):
+        """Those of all silos, one after another, for the signatures of one sum. The control: a holder that believes the
+        number it is told opens each silo's input at once."""
+        if not held:
+            monkeypatch.setattr(
+                key_holder, "size_of", lambda packed, digest: base.size_of(packed, base.table_digest(packed))
+            )
+        table = table_of(BFV.slots)
+        world = World(masks=False, table=table)
+        messages = world.contribute()
+        parts = [part for s in world.ids for part in world.parts_of(messages[s])]
+        request = world.signed_request(messages)
+        other = table_of(len(parts) * BFV.slots).packed
+        for forged in (request._replace(parts=parts), request._replace(parts=parts, blocks=other)):
+            says = "are needed" if forged.blocks == table.packed else "not those of the table that was signed"
+            if not held and forged.blocks == other:
+                opened = world.opened(world.holder.handle(pack(forged))).reshape(len(world.ids), -1)
+                for s, slots in zip(world.ids, opened, strict=True):
+                    assert is_input(PrimeRing(table, world.roster.size).decode(slots, ()), world.values[s])
+                return
+            with pytest.raises(ProtocolError, match=says):
+                world.holder.handle(pack(forged))
+        assert is_input(world.total(messages).values, sum(world.values.values()))
 
     def test_refused_when_one_signature_is_given_several_times(self):
         world = World(masks=False)

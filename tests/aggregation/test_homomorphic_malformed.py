@@ -306,14 +306,14 @@ class TestMessages:
     @DAMAGE
     def test_damaged_requests_never_crash_the_holder(self, data):
         honest = unpack(world().requests[-1], DecryptRequest)
-        field = data.draw(st.sampled_from(["survivors", "signers", "parts", "cohort", "signatures", "size"]))
+        field = data.draw(st.sampled_from(["survivors", "signers", "parts", "cohort", "signatures", "blocks"]))
         value = {
             "survivors": st.binary(max_size=3),
             "signers": st.binary(max_size=3),
             "parts": st.lists(st.binary(max_size=30), max_size=3),
             "cohort": st.binary(max_size=3),
             "signatures": st.lists(st.binary(min_size=64, max_size=64), max_size=4),
-            "size": st.integers(0, 2**63 - 1),
+            "blocks": st.binary(max_size=60),
         }[field]
         drawn = data.draw(value.filter(lambda v: v != getattr(honest, field)))
         with pytest.raises(ProtocolError):

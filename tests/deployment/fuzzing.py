@@ -163,7 +163,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     """By name, what reads bytes of others, or its own files, and valid examples of each kind."""
     h, sm, st, cs, fl = homomorphic_schemes, session_messages, stream_messages, countersigning, letters
     d32, d64 = bytes(32), bytes(64)
-    request = h.DecryptRequest(1, d32, d32, b"\x07", b"\x07", d32, d32, d32, b"\x07", [d64] * 3, 4, [b"x" * 40])
+    request = h.DecryptRequest(1, d32, d32, b"\x07", b"\x07", d32, d32, d32, b"\x07", [d64] * 3, b"t", [b"x" * 40])
     key, parts = h.HolderKey(b"k" * 50, d64), h.Ciphertexts([b"a", b"b"])
     kept = {"z_global": torch.zeros(3, dtype=torch.float64), "shift": torch.zeros(2, 2, dtype=torch.float32)}
     broadcast = Broadcast(3, 4, {"a": 2, "b": 2}, ("a", "b"), {"scale": 0.1, "stage": 0.0}, kept, "round")

@@ -171,7 +171,7 @@ class Verifier:
     def take(self, sender: str, receivers: Sequence[str], kind: str, message: bytes) -> None:
         """One message. Its sender is a silo's id, or "server"."""
         version, tag, *fields = msgpack.unpackb(message)
-        need(version == 9 and type(tag) is int and 1 <= tag <= 16 and KINDS[tag - 1] == kind, "version and tag")
+        need(version == 10 and type(tag) is int and 1 <= tag <= 16 and KINDS[tag - 1] == kind, "version and tag")
         need(message == msgpack.packb([version, tag, *fields]), "the shortest form of MessagePack")
         need(not self.whole or tag in (1, 2, 3, 4, 5, 11, 16), "a message of whole sums")
         who = [self.ids.index(r) for r in receivers] if sender == "server" else self.ids.index(sender)
