@@ -178,6 +178,28 @@ class TestWrongSeeds:
         if held:
             assert masked_server.convicts(world.session, BAD, world.server.proofs[world.ids[BAD]])
 
+    @pytest.mark.parametrize(("count", "liars", "out"), [(5, 2, False), (7, 3, False), (4, 2, True), (5, 3, True)])
+    def test_most_neighbours_alone_get_a_silo_left_out(self, monkeypatch, count, liars, out):
+        """Liars commit to other seeds towards one honest silo, where nobody checks consistency. Half are too few."""
+        world = World(count, prepared=False, consistency_check=False, max_missing=1, batch=2)
+        honest = count - 1
+        for place in range(liars):
+            state = world.silos[world.ids[place]]._state
+
+            def lie(request, state=state, place=place, deal=state.on_deposit_request):
+                deposit, session = deal(request), state.agreed.session
+                rows = list(deposit.seed_rows)
+                rows[session.neighbours(place).index(honest)] = bytes(len(rows[0]))
+                deposit = deposit._replace(seed_rows=rows)
+                signature = state.identity.sign(session.deposit_statement(place, deposit))
+                state._batches[request.batch].deposit = deposit = deposit._replace(signature=signature)
+                return deposit
+
+            monkeypatch.setitem(world.silos[world.ids[place]]._handlers, DepositRequest, lie)
+        carry(world.server.prepare(0), world.silos)
+        present = world.server._state.batches[0].present
+        assert (honest in present, present >= set(range(honest))) == (not out, True)
+
     def test_who_differs_from_few_is_not_left_out_and_stops_its_own_sums(self, monkeypatch):
         """Which of two is wrong nobody can say: the sum is refused and both are named."""
         world = World(5, prepared=False, consistency_check=False)
