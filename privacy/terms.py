@@ -246,6 +246,12 @@ def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: 
             noise = solve_noise(lambda z: job(z, fine), settings.epsilon, settings.delta)
     elif distributed:
         resolution = _resolution(noise)
+    if distributed and noise * resolution > 2.0 ** (_NOISE_BITS + 0.5):
+        raise InputError(
+            f"distributed noise of {noise:.3g} clipping norms is past what shares can be drawn for, {2**_NOISE_BITS}: "
+            "Poisson numbers that large have no last digits, and totals would show the data's; ask for a larger "
+            "epsilon, or use noise = 'silo'"
+        )
     return Terms(settings, noise, rate, rounds, cohort, extent, resolution)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -439,3 +440,25 @@ def test_the_last_bits_of_noise_tell_nothing(monkeypatch: pytest.MonkeyPatch, at
     without, with_it = counts()
     assert max(without) < 3
     assert sum(number >= 3 for number in with_it) >= 16
+
+
+def test_noise_in_shares_is_no_larger_than_its_last_digits_are_drawn() -> None:
+    """Poisson numbers past 2^53 are multiples of a power of two: whatever epsilon says, a total modulo that is the
+    data's. The control: terms that `agree` refuses, under which one record more is told with certainty, by any draw."""
+    settings = RecordDP(noise_multiplier=1e9, delta=1e-5, clipping_norm=1.0, noise="distributed")
+    with pytest.raises(InputError, match="past what shares can be drawn for"):
+        agree(settings, 3, 1.0, 1, Extent(1, 0, 0))
+    planned = agree(replace(settings, noise_multiplier=1e3), 3, 1.0, 1, Extent(1, 0, 0))
+
+    def last_digits(terms: Terms, records: int) -> set[int]:
+        tables, found = {"round": terms.table([Block("g", (1,), 1.0)], ())}, set()
+        gate = Gate("a", tables, {"round": terms}, lambda *_: None, NoiseSource(b"last digits"))
+        for index in range(20):
+            gate.begin(index, "round", 3)
+            rows = torch.full((records, 1), 5.0, dtype=torch.float64), torch.zeros(records, dtype=torch.float64)
+            found.add(int(gate.release_records([rows], None, ()).release.values[0]) % 32)
+        return found
+
+    unsafe = replace(planned, noise_multiplier=1e9, resolution=1, settings=settings)
+    assert (last_digits(unsafe, 37), last_digits(unsafe, 38)) == ({37 % 32}, {38 % 32})
+    assert len(last_digits(planned, 37)) > 5
