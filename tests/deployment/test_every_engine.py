@@ -231,7 +231,7 @@ def doors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Do
     for module in (fitting, site_job, serving):
         monkeypatch.setattr(module, "build_problem", problem)
     for module in (site_job, serving):
-        monkeypatch.setattr(module, "model_for", lambda *_: (model, "a model"))
+        monkeypatch.setattr(module, "model_for", lambda *_, **__: (model, "a model"))
     monkeypatch.setattr(site_job, "silo_part", lambda config, silo, *_: (rows[silo], torch.arange(5), True))
 
     def gates(job: site_job.SiteJob, _: str, noise: NoiseSource) -> Guards:
