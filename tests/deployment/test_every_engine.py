@@ -190,8 +190,8 @@ class Doors:
         site_job.SiteJob(home, decision, site_job.Local(), lambda *_: None)  # type: ignore[arg-type]
 
     def carried(self, job: Mapping[str, Any], **engine: str) -> serving.RemoteFederation:
-        home: Any = types.SimpleNamespace(role="server", path="hub")
-        folder: Any = None
+        home: Any = types.SimpleNamespace(role="server", path="hub", state_secret=lambda: bytes(32))
+        folder: Any = types.SimpleNamespace(checkpoints=Path("none"))
         return serving.remote_federation(_config(job, **({"engine": engine} if engine else {})), home, folder, "")
 
     def server(self, job: Mapping[str, Any]) -> None:
