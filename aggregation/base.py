@@ -140,9 +140,7 @@ def table_digest(packed: bytes) -> bytes:
 
 #: `BlockTable.packed`: of each block its name, shape, bound, whether it is of whole numbers, and whose rows it has.
 _PACKED = wire.Listed(
-    wire.Row(
-        wire.text(1 << 12), wire.Listed(wire.whole(), 64), wire.real(), lambda value: type(value) is bool, wire.text(16)
-    )
+    wire.Row(wire.text(1 << 12), wire.Listed(wire.whole(), 64), wire.real(), wire.flag, wire.text(16))
 )
 
 

@@ -76,10 +76,10 @@ class PolicyError(SecureFVIError):
 
 def told(error: Exception) -> str:
     """What of a refusal the other end may hear, and who reads a paper trail: of what this site has nothing but what was
-    asked for."""
+    asked for. An InputError may name its files, as a ledger that cannot be read."""
     if isinstance(error, PolicyError):
         return error.told
-    return HomeError.TOLD if isinstance(error, HomeError) else str(error)
+    return HomeError.TOLD if isinstance(error, HomeError | InputError) else str(error)
 
 
 def without_colours(text: str) -> str:

@@ -489,9 +489,7 @@ class SFVIProgram(StructuredProgram):
         clip = message.scalars.get(CLIP, terms.settings.clipping_norm)
         variance = noise_aware.variance_of(terms, len(message.cohort), clip) * factor**2
         gradient = torch.as_tensor(sums[DIRECT]) * factor
-        units = float(sums[RECORDS]) if self.by_record and RECORDS in sums else math.nan
-        if not self.by_record:
-            units = float(len(message.cohort))
+        units = float(sums.get(RECORDS, math.nan)) if self.by_record else len(message.cohort)
         return noise_aware.seen(state.trace, state.z_global.cpu(), gradient, variance, units * clip**2)
 
     def noise_aware(self, state: SFVIState) -> NoiseAware | str:

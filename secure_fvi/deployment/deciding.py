@@ -17,7 +17,6 @@ from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import MATCHED, JobEntry, Trail
 from secure_fvi.errors import (
-    HomeError,
     InputError,
     PolicyError,
     ProtocolError,
@@ -180,8 +179,6 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
 
 def _reason(error: Exception) -> str:
     """For the log, which has a row of every offer, whatever kept it from being read, and which others read too."""
-    if isinstance(error, InputError):  # a ledger that cannot be read, say, by its path
-        return HomeError.TOLD
     return printable(told(error)) if isinstance(error, SecureFVIError) else f"{type(error).__name__}, unforeseen"
 
 

@@ -26,9 +26,9 @@ import sysconfig
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -106,12 +106,16 @@ class KeptTrace:
     """What the fence made of a model, in a file of this party's job, sealed: a process that takes the job up again need
     not trace. It holds for these files of the model, of this package, under this Python, PyTorch and Pyro alone."""
 
-    def __init__(self, path: Path, secret: bytes) -> None:
-        """secret: `Home.state_secret`."""
-        self._path, self._sealer = path, Sealer(secret, f"trace/{path.parent.name}".encode())
+    def __init__(self, path: Path, secret: Callable[[], bytes]) -> None:
+        """secret: `Home.state_secret`, which is asked for once there is something to seal or to open."""
+        self._path, self._secret = path, secret
 
     def __repr__(self) -> str:
         return f"KeptTrace({str(self._path)!r})"
+
+    @cached_property
+    def _sealer(self) -> Sealer:
+        return Sealer(self._secret(), f"trace/{self._path.parent.name}".encode())
 
     @staticmethod
     def _name(asked: bytes) -> str:
@@ -121,7 +125,8 @@ class KeptTrace:
     def read(self, asked: bytes) -> bytes | None:
         """What was made of this. None where nothing was, or what lies there was altered, or is of something else."""
         try:
-            return self._sealer.open(self._name(asked), self._path.read_bytes())
+            content = self._path.read_bytes()
+            return self._sealer.open(self._name(asked), content)
         except (InputError, OSError):
             return None
 

@@ -95,7 +95,7 @@ def remote_federation(
         columns.check_allowed(make_offer(config, at, home.id, manifest(config).hash, now(), "asked"), home)
         description = f"{config.model.likelihood} response of predictors summed over {disclosed.silos} silos"
     else:
-        kept = KeptTrace(folder.checkpoints / "trace", home.state_secret())
+        kept = KeptTrace(folder.checkpoints / "trace", home.state_secret)
         model, description = model_for(config, sandbox, None, None, home.path, kept=kept)
     if isinstance(model, MixedModel):
         model.check_apart(privacy)

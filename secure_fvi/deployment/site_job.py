@@ -168,7 +168,7 @@ class SiteJob:
         """Read the data, trace the model, and build what answers rounds."""
         home, decision, (algorithm, aggregation, privacy) = self.home, self.decision, self._chosen
         hidden = [home.path, *decision.policy.files, *files_of(config)]
-        offer, kept = decision.offer, KeptTrace(self.folder / _TRACE, home.state_secret())
+        offer, kept = decision.offer, KeptTrace(self.folder / _TRACE, home.state_secret)
         model, _ = model_for(config, decision.policy.sandbox, offer.model, offer.package, *hidden, kept=kept)
         dtype = config.run.torch_dtype
         own = self._records(config, self._local, model, dtype)

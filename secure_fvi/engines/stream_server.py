@@ -33,7 +33,7 @@ from secure_fvi.engines.stream_messages import (
     parts,
     split_address,
 )
-from secure_fvi.errors import HomeError, InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import HomeError, InputError, ProtocolError, SecureFVIError, told
 from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed
 
@@ -192,8 +192,8 @@ class StreamServer(Remote):
             text = shown(str(error).encode())
             self.refused.append(text)
             _log.warning("a connection from %s was refused: %s", context.peer(), text)
-            own = isinstance(error, HomeError) or not isinstance(error, ProtocolError)  # it names files here
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, HomeError.TOLD if own else text)
+            hears = shown(told(error).encode()) if isinstance(error, ProtocolError) else HomeError.TOLD
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, hears)
         except _Hasty:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams of this silo in too short a time")
         link = _Link(certificate, connection, context)

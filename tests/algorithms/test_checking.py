@@ -229,16 +229,22 @@ def test_a_server_that_asks_far_out_reads_no_single_silo(monkeypatch: pytest.Mon
     assert float(first[1, 2]) > 0
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_a_check_at_other_points_is_refused_and_would_tell_rows(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slopes that are steps count the rows past each age, so that one total would tell all ages. The control: a silo
-    that answers at any points, before any other question, as was shipped."""
+def _falls() -> tuple[Any, list[dict[str, Any]], torch.Tensor]:
+    """A model, three silos' people with their ages, and a step before each age."""
     of = sf.glmm("fell ~ age", "bernoulli", dictionary={
         "fell": {"kind": "boolean"}, "age": {"kind": "number", "low": 0, "high": 100, "centre": 0.0, "scale": 1.0},
     })  # fmt: skip
     rng = np.random.default_rng(1)
     silos = [{"fell": rng.integers(0, 2, n).astype(bool), "age": rng.integers(20, 60, n) + 0.0} for n in (20, 15, 12)]
     steps = torch.arange(20, 61, dtype=torch.float64) - 0.5
+    return of, silos, steps
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_check_at_other_points_is_refused_and_would_tell_rows(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes that are steps count the rows past each age, so that one total would tell all ages. The control: a silo
+    that answers at any points, before any other question, as was shipped."""
+    of, silos, steps = _falls()
     parties = build_parties(of, silos, sf.PVI(replicates=len(steps)), sf.Masked(), compile=False)
     program = parties.server.program
     assert isinstance(program, CheckedProgram)
@@ -263,12 +269,7 @@ def test_a_check_at_other_points_is_refused_and_would_tell_rows(held: bool, monk
 def test_where_the_final_q_is_the_servers_a_check_tells_rows(led: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not protected, as the threat model says: SFVI's final sum may name any q, so that steps near it are answered and
     two sums, before any round, count the rows past each age. The control: the same steps, far from the q named."""
-    of = sf.glmm("fell ~ age", "bernoulli", dictionary={
-        "fell": {"kind": "boolean"}, "age": {"kind": "number", "low": 0, "high": 100, "centre": 0.0, "scale": 1.0},
-    })  # fmt: skip
-    rng = np.random.default_rng(1)
-    silos = [{"fell": rng.integers(0, 2, n).astype(bool), "age": rng.integers(20, 60, n) + 0.0} for n in (20, 15, 12)]
-    steps = torch.arange(20, 61, dtype=torch.float64) - 0.5
+    of, silos, steps = _falls()
     parties = build_parties(of, silos, sf.SFVI(replicates=len(steps)), sf.Masked(), compile=False)
     program = parties.server.program
     assert isinstance(program, CheckedProgram)

@@ -519,7 +519,7 @@ def test_a_job_that_is_taken_up_again_is_not_traced_again(tmp_path: Path, monkey
         """How often it was traced by a new process."""
         monkeypatch.setattr(fence, "_answers", {})
         (tmp_path / job).mkdir(exist_ok=True)
-        kept, before = KeptTrace(tmp_path / job / "trace", secret), len(traced)
+        kept, before = KeptTrace(tmp_path / job / "trace", lambda: secret), len(traced)
         model = FencedModel(Closure({"<model>": source}, {}, {}), "made", "r", None, {}, kept=kept)
         assert model.exported(SCHEMA, dtype).layout.size("global") == 1
         return len(traced) - before
