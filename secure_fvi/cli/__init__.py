@@ -41,7 +41,6 @@ _EXTRAS = {
     "pandas": "formula",
     "grpc": "distributed",
     "matplotlib": "report",
-    "prometheus_client": "distributed",
 }
 
 #: Commands of the other package of this repository, and how one gets it.

@@ -19,12 +19,8 @@ FILE = click.Path(path_type=Path)
 @click.command()
 @home_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--serve", metavar="HOST:PORT", help="Answer /metrics (Prometheus) and /health until stopped.")
-@click.option(
-    "--patience", default=600.0, show_default=True, help="Seconds of quiet in an open job that are ill health."
-)
 @click.pass_context
-def status(context: click.Context, home: Path, as_json: bool, serve: str | None, patience: float) -> None:
+def status(context: click.Context, home: Path, as_json: bool) -> None:
     """Say how the site in --home stands: roster, jobs, budgets, what expires, what cannot be read; and while a process
     of it runs, at which round of how many its job is, and for whom it waits since when.
 
@@ -35,30 +31,20 @@ def status(context: click.Context, home: Path, as_json: bool, serve: str | None,
 
     from secure_fvi.deployment.home import Home
     from secure_fvi.deployment.names import now
-    from secure_fvi.deployment.status import Monitor, Reader
-    from secure_fvi.errors import InputError
+    from secure_fvi.deployment.status import Reader
 
-    site = Home(home)
-    if serve is not None:
-        host, _, port = serve.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise InputError(f"--serve {serve}: write HOST:PORT, such as 127.0.0.1:9464")
-        with Monitor(site, (host, int(port)), patience) as monitor:
-            click.echo(f"http://{host}:{monitor.server_port}/metrics and /health (Ctrl-C ends)")
-            try:
-                monitor.serve_forever()
-            except KeyboardInterrupt:
-                click.echo()
-        return
-    found = Reader(site).read(now())
+    found = Reader(Home(home)).read(now())
     click.echo(json.dumps(_plain(found), indent=2) if as_json else _text(found))
     if found.problems:
         context.exit(1)
 
 
 def _plain(found: Status) -> dict[str, Any]:
+    from secure_fvi.deployment.names import now
+
     return {
         **{name: getattr(found, name) for name in ("id", "role", "roster")},
+        "quiet": found.quiet(now()),
         "last": found.last.isoformat() if found.last else None,
         "jobs": [
             {

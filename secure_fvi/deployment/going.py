@@ -4,7 +4,6 @@ log, since that has an exchange only once it is over. It holds names, numbers of
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import logging
 import os
@@ -93,11 +92,6 @@ class Teller:
                     written = told
             if self._closed.wait(_SECONDS):
                 return
-
-
-def seconds_since(going: Going, at: datetime.datetime) -> float:
-    """How long those are waited for."""
-    return (at - datetime.datetime.fromisoformat(going.since)).total_seconds()
 
 
 # ---- What is wrong with a site's data in a job, for its own people, where no refusal tells of it ----

@@ -1,8 +1,7 @@
-"""`secure-fvi status`: what a site's folder tells, to people, to Prometheus and to a health check."""
+"""`secure-fvi status`: what a site's folder tells."""
 
 from __future__ import annotations
 
-import http.client
 import importlib
 import json
 import os
@@ -10,24 +9,21 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from consortium_run import Job, Sites
 from deployment_world import DAY, NOW, World
-from prometheus_client.parser import text_string_to_metric_families
 
 from secure_fvi.cli import main
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
-from secure_fvi.deployment.going import Going, Stand, Teller, Unfit, read_going
+from secure_fvi.deployment.going import Going, Stand, Teller, read_going
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import write_template
 from secure_fvi.deployment.names import now
 from secure_fvi.deployment.policy import read_policy
-from secure_fvi.deployment.status import Monitor, Reader, SiteCollector
+from secure_fvi.deployment.status import Reader
 from secure_fvi.deployment.trail import Exchange, JobEntry
 from secure_fvi.driving import Progress
 from secure_fvi.errors import InputError, ProtocolError
@@ -73,6 +69,7 @@ def test_a_busy_site(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert states == {"one": ("finished", 2, 6, 7), "two": ("open", 2, 6, 7), "three": ("refused", 0, 0, 0)}
     assert told["budgets"] == [{"data_set": "cohort", "epsilon": 3.0, "remaining": pytest.approx(3.0, rel=0.01)}]
     assert (told["id"], told["role"], told["roster"], told["problems"]) == ("north", "silo", 1, [])
+    assert 0 <= told["quiet"] < 600, "since the newest row, with a job open"
     assert run("--home", home) == 0
     text = capsys.readouterr().out
     assert "job three: refused: the policy says no" in text
@@ -120,32 +117,6 @@ def test_only_new_rows_are_read_again(busy: World) -> None:
     assert reader.read(NOW).jobs[1].exchanges == 3
 
 
-def get(server: Monitor, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5)
-    connection.request("GET", path)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode()
-
-
-def test_metrics_and_health(busy: World) -> None:
-    with Monitor(busy.homes["north"], ("127.0.0.1", 0)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        status, text = get(server, "/metrics")
-        assert status == 200
-        found = {(s.name, *s.labels.values()): s.value for f in text_string_to_metric_families(text) for s in f.samples}
-        assert found["secure_fvi_bytes_sent_total", "two"] == 7
-        assert found["secure_fvi_job_state", "one", "finished"] == 1
-        assert found["secure_fvi_budget_remaining_epsilon", "cohort"] == pytest.approx(3.0, rel=0.01)
-        assert found["secure_fvi_problems",] == 0
-        assert get(server, "/health") == (200, "ok\n")
-        assert get(server, "/identity.pem")[0] == 404
-        server.patience = -1.0
-        status, why = get(server, "/health")
-        assert status == 503
-        assert "quiet" in why
-        server.shutdown()
-
-
 def test_quiet_and_expiry(busy: World) -> None:
     soon = Reader(busy.homes["north"]).read(NOW + 340 * DAY)
     assert soon.quiet(NOW + 340 * DAY) > 300 * 86400
@@ -178,15 +149,6 @@ def test_a_job_that_was_given_up_for_a_newer_one_is_no_ill_health(busy: World) -
     assert [found._replace(jobs=j).state(left) for j in ((done, left), (left, done))] == ["open", "unfinished"]
     assert found._replace(jobs=(left, done), going=going).state(left) == "open"
     assert found.state(done) == "finished"
-
-
-def test_bad_input(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
-    home = str(busy.homes["north"].path)
-    for address in ("9464", "127.0.0.1:", "127.0.0.1:99999"):
-        assert run("--home", home, "--serve", address) == 2
-        assert "write HOST:PORT" in capsys.readouterr().err
-    with pytest.raises(InputError, match="cannot listen"):
-        Monitor(busy.homes["north"], ("192.0.2.1", 1))
 
 
 @pytest.mark.slow
@@ -230,7 +192,7 @@ def test_each_tells_the_round_and_for_whom_it_waits_since_when(
 
 
 def test_a_site_tells_how_its_process_stands(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the terminal, as JSON and to Prometheus; what others wrote moves no cursor. The control has no process."""
+    """On the terminal and as JSON; what others wrote moves no cursor. The control has no process."""
     home = busy.homes["north"]
     assert run("--home", str(home.path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["going"] is None
@@ -242,13 +204,8 @@ def test_a_site_tells_how_its_process_stands(busy: World, capsys: pytest.Capture
         assert run("--home", str(home.path)) == 0
         text = capsys.readouterr().out
         assert "now 'y ~ x?[2J', job two: round 3 of at most 50 (rounds); waits for hub since 20" in text
-        found = {s.name: (s.labels, s.value) for f in SiteCollector(Reader(home)).collect() for s in f.samples}
     finally:
         teller.close()
-    assert found["secure_fvi_round"] == ({"job": "two"}, 3)
-    assert found["secure_fvi_rounds"] == ({"job": "two"}, 50)
-    assert found["secure_fvi_waiting_seconds"][0] == {"member": "hub"}
-    assert 0 <= found["secure_fvi_waiting_seconds"][1] < 60
 
 
 def test_since_when_is_told_of_each_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,40 +245,3 @@ def test_what_a_process_that_has_ended_left_is_not_said(tmp_path: Path) -> None:
         assert read_going(tmp_path) is None
     teller.close()
     assert not (tmp_path / "going.json").exists()
-
-
-def test_health_tells_whoever_asks_how_many_problems_there_are_and_not_which(busy: World) -> None:
-    """They may count rows and name columns and files. The control is what the site's own people read."""
-    home = busy.homes["north"]
-    folder = home.state_folder / "jobs" / "two"
-    folder.mkdir(parents=True)
-    Unfit(folder, "north", "cohort").tell("column 'hiv': no finite number in 3 rows")
-    assert "column 'hiv': no finite number in 3 rows" in Reader(home).read(NOW).problems[0]
-    with Monitor(home, ("127.0.0.1", 0)) as server:
-        assert server.health() == (False, "problems: 1; `secure-fvi status` says which")
-
-
-@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
-def test_requests_that_come_together_read_the_log_one_after_the_other(world: World, rule: bool) -> None:
-    """The control is without the lock: two that take in the same rows count them twice, and call one missing."""
-    home = world.homes["north"]
-    write_template(home.policy_file)
-    reader, problems = Reader(home), list[str]()
-    if not rule:
-        reader._one_at_a_time = nullcontext()  # type: ignore[assignment]
-    trail, before = open_trail(home), sys.getswitchinterval()
-    trail.job(entry("one"))
-    sys.setswitchinterval(1e-5)
-    try:
-        for _ in range(4):
-            trail.exchanges("one", [Exchange("hub", "broadcast", b"asked", b"sent")] * 300)
-            threads = [threading.Thread(target=lambda: problems.extend(reader.read(NOW).problems)) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    finally:
-        sys.setswitchinterval(before)
-        trail.close()
-    right = not problems and reader.read(NOW).jobs[0].exchanges == 1200
-    assert right == rule
