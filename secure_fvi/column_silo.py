@@ -106,11 +106,6 @@ class VerticalLocalPosterior:
         return f"VerticalLocalPosterior('{self.silo}')"
 
     @property
-    def likelihood_weight(self) -> float:
-        """w_j of the power likelihood in its last round; 0 in the augmented-variable model."""
-        return self._program.likelihood_weight(self._local)
-
-    @property
     def posterior(self) -> SitePosteriors:
         """Mean and sd of each site of the silo's program, from a fixed set of draws."""
         draws = self.sample(MOMENT_DRAWS, MOMENT_SEED)

@@ -54,7 +54,7 @@ _JUDGED = {
     "barycenter optimizer optimizer_options learning_rate local_learning_rate start_spread decay average_last "
     "persistent sampling_rate participation total_records bound final_local_steps local_family silo_family "
     "replicates",
-    "Vertical": "model rho response family auxiliary local_steps damping weight_concentration batch_size rounds "
+    "Vertical": "model rho response family auxiliary local_steps damping batch_size rounds "
     "learning_rate schedule average_last optimizer participation max_staleness bound",
     "Soul": "model rho draws step settle decay response rounds learning_rate optimizer burn_in keep bound",
     "Auto": "",

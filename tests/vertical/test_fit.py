@@ -212,7 +212,7 @@ def _stopped(config: Vertical | Soul, at: int, folder: Path) -> VerticalResult:
     return _fit(config, resume=True, **kept)
 
 
-@pytest.mark.parametrize("options", [{}, {"model": "power", "weight_concentration": 5.0}])
+@pytest.mark.parametrize("options", [{}, {"model": "power"}])
 @pytest.mark.later("options1")
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     config = Vertical(rounds=12, batch_size=20, **options)

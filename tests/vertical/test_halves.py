@@ -227,8 +227,6 @@ def test_the_power_likelihood_needs_the_response_at_the_silos() -> None:
         ({"model": "pooled"}, "augmented or power"),
         ({"local_steps": 0}, "local_steps"),
         ({"damping": 1.5}, "damping"),
-        ({"weight_concentration": 2.0}, "power"),
-        ({"model": "power", "weight_concentration": 0.5}, "at least 1"),
         ({"batch_size": 0}, "batch_size"),
     ],
 )

@@ -21,7 +21,7 @@ from secure_fvi.algorithms.vertical import (
     grouped_slopes,
     linear,
 )
-from secure_fvi.algorithms.vertical.steps import Response, weight_gradient
+from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.columns import VerticalResult
 
 #: Runs of hundreds of rounds each; what they are compared with says more than the rule for settling.
@@ -156,36 +156,3 @@ def test_categorical_and_a_network_as_predictor() -> None:
     )
     torch.testing.assert_close(by_class.logsumexp(0), torch.zeros(150), rtol=0, atol=1e-9)
     assert float((by_class.argmax(0) == y).double().mean()) > 0.8  # guessing the largest class gives .4
-
-
-def _weighted(concentration: float) -> Tensor:
-    """Silo 0 holds all that predicts y: its own likelihood sees it without the noise of z."""
-    rng = torch.Generator().manual_seed(6)
-    x = torch.randn(60, 4, generator=rng)
-    y = 3 * x[:, 0] + 0.5 * torch.randn(60, generator=rng)
-    config = Vertical(
-        model="power", weight_concentration=concentration, family="full", rounds=300, learning_rate=0.05,
-        schedule="constant",
-    )  # fmt: skip
-    found = fit([{"x": x[:, :2]}, {"x": x[:, 2:]}], Response(y, torch.zeros(60)), config, Gaussian())
-    return torch.tensor([found.local[s].likelihood_weight for s in found.silos])
-
-
-def test_without_a_prior_one_silo_takes_all_the_weight() -> None:
-    alone, shared = _weighted(1.0), _weighted(500.0)
-    assert float(alone.max()) > 0.99
-    assert float((shared - 0.5).abs().max()) < 0.1
-
-
-def test_weights_end_where_the_objective_is_stationary() -> None:
-    """Ascent with the silo's own formula finds the maximum of sum w l + (a - 1) sum log w on the simplex."""
-    values, a = torch.tensor([-10.0, -12.0, -20.0]), 4.0
-    logits = torch.zeros(3)
-    for _ in range(3000):
-        w = logits.softmax(0)
-        mean = (w * values).sum()
-        logits = logits + 0.05 * torch.stack([weight_gradient(w[j], values[j], mean, a, 3) for j in range(3)])
-    w = logits.softmax(0)
-    multiplier = values + (a - 1) / w
-    torch.testing.assert_close(multiplier, multiplier.mean().expand(3), rtol=1e-6, atol=1e-6)
-    assert float(w[0]) > float(w[1]) > float(w[2]) > 0

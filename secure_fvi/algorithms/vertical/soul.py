@@ -187,9 +187,6 @@ class SoulProgram(ColumnsProgram):
         kept = local.kept if len(local.kept) else local.theta.unsqueeze(0)
         return kept[torch.randint(len(kept), (n,), generator=torch.Generator().manual_seed(seed))]
 
-    def likelihood_weight(self, local: SoulLocal) -> float:
-        return self.core.share if self.config.is_power else 0.0
-
     def _slopes_of(self, message: Broadcast, local: SoulLocal, view: VerticalView) -> Answer:
         s, gamma = self.move(message.tensors["sum"]), self.move(message.tensors["gamma"])
         others, response = s - local.z, view.response

@@ -11,11 +11,6 @@
 see each other's z_k or d_k, only s and D; the server learns s, D, the gradient in gamma and the bound's terms in sum.
 Gradients stick the landing. Several steps answer one pull; in between the likelihood stands in by the quadratic that
 bounds it from below, pull (z' - z) - h/2 (z' - z)^2, all draws held fixed.
-
-The bound is linear in the power likelihood's weights w on the simplex, so that without a prior all weight goes to one
-silo; log Dirichlet(w; a) = (a - 1) sum_j log w_j + const keeps them apart from zero. Silo j holds a number u_j,
-w_j = exp(u_j) / sum_k exp(u_k). Neither u_j nor the silo's log-likelihood l_j leaves it: the normaliser and
-sum_k w_k l_k are totals of secure sums.
 """
 
 from __future__ import annotations
@@ -122,12 +117,12 @@ class VerticalSilo:
 
     def slope(
         self, draw: Draw, response: Response, weights: Tensor, predictor_sum: Tensor, gamma: Tensor, share: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Phase 2 of the power-likelihood model, from s (N, C): d_j (N, C), unweighted by record; the gradient in gamma
-        and the value w_j log p, weighted; and, for the silo itself, log p without w_j, ()."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Phase 2 of the power-likelihood model, from s (N, C) and w_j (): d_j (N, C), unweighted by record; the
+        gradient in gamma and the value w_j log p, weighted."""
         at = draw.eta + predictor_sum - draw.z
         found = slopes(self.likelihood, response.y, response.offset, at, gamma, weights)
-        return share * found.predictor, share * found.gamma, share * found.value, found.value
+        return share * found.predictor, share * found.gamma, share * found.value
 
     def gradient(
         self,
@@ -339,33 +334,6 @@ class VerticalServer:
     def units(self, eta: Params) -> Params:
         """Means take longer steps where q is wide (`structured.mean_units`)."""
         return {"loc": mean_units(self.family.stddev(eta))}
-
-
-# ---- Weights of the silos in the power likelihood ----
-
-_RATE, _MOST = 0.5, 0.2  # of a step on u_j
-
-
-def share(logit: Tensor, mass: Tensor) -> Tensor:
-    """w_j () from u_j and the total of exp(u_k)."""
-    return logit.exp() / mass
-
-
-def weight_gradient(weight: Tensor, log_likelihood: Tensor, mean: Tensor, concentration: float, silos: int) -> Tensor:
-    """Gradient in u_j of sum_k w_k l_k + (a - 1) sum_k log w_k, ().
-
-    `log_likelihood` is l_j, nats, seen by the silo only; `mean` the total of w_k l_k. The fixed point has
-    l_j + (a - 1) / w_j equal at all silos.
-    """
-    return weight * (log_likelihood - mean) + (concentration - 1) * (1 - silos * weight)
-
-
-def logit_step(
-    logit: Tensor, weight: Tensor, own: Tensor, mean: Tensor, concentration: float, silos: int, scale: Tensor
-) -> Tensor:
-    """u_j after a gradient step of limited length; log-likelihoods are on the scale of the number of records."""
-    found = weight_gradient(weight, own, mean, concentration, silos)
-    return logit + scale * (_RATE * found / (concentration - 1 + 10)).clamp(-_MOST, _MOST)
 
 
 # ---- under record privacy ----

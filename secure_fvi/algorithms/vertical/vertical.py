@@ -27,12 +27,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
@@ -52,14 +51,12 @@ from secure_fvi.algorithms.vertical.steps import (
     SiloParams,
     VerticalServer,
     VerticalSilo,
-    logit_step,
-    share,
 )
 from secure_fvi.compiled import Mode, Traced, TracedOnMade
 from secure_fvi.disclosure import LABELS, Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, one_line
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.options import SCHEDULES, Count, Part, Positive, Says, Schedule, Share, Whole, check
+from secure_fvi.options import SCHEDULES, Count, Part, Positive, Schedule, Share, Whole, check
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.privacy.terms import REPLACE, Extent, Terms, agree
@@ -75,11 +72,11 @@ PULL_PHASE = "pull"
 #: The sum after the last round in which silos that alone know the response tell q(gamma).
 SHARED_PHASE = "gamma"
 #: Blocks: z_j, a row a record; a silo's part of the bound, nats; whether some silo's own parameters still drift; the
-#: sum of unnormalised weights, where they are learned; d_j; the gradient in gamma; a silo's part of log p, nats.
-AUXILIARY, LOCAL, UNSETTLED, MASS, SLOPE, GAMMA, VALUE = (
-    "auxiliary", "local", "unsettled", "mass", "slope", "gamma", "value",
+#: d_j; the gradient in gamma; a silo's part of log p, nats.
+AUXILIARY, LOCAL, UNSETTLED, SLOPE, GAMMA, VALUE = (
+    "auxiliary", "local", "unsettled", "slope", "gamma", "value",
 )  # fmt: skip
-_WITH_Z = ", its part of the objective, whether its own parameters still drift, its weight where weights are learned"
+_WITH_Z = ", its part of the objective, whether its own parameters still drift"
 
 
 class RunShape:
@@ -93,10 +90,6 @@ class RunShape:
     @property
     def participation(self) -> float:
         return 1.0
-
-    @property
-    def weight_concentration(self) -> float | None:
-        return None
 
     @property
     def is_power(self) -> bool:
@@ -122,8 +115,6 @@ class RunShape:
         rows, in_all = (records, columns), self.bound * records
         bound = [Block(LOCAL, (), in_all)] if self.server_knows else []  # of no use without the likelihood's part
         first = [Block(AUXILIARY, rows, self.bound), *bound, Block(UNSETTLED, (), 1.0, integer=True, rows="some")]
-        if self.weight_concentration is not None:
-            first.append(Block(MASS, (), self.bound))
         second = Block(SLOPE, rows, self.bound), Block(GAMMA, (gamma_size,), in_all), Block(VALUE, (), in_all)
         return dict(zip(self.phases, (tuple(first), second), strict=False))
 
@@ -184,11 +175,6 @@ class Vertical(RunShape):
     damping: Share | None = None
     """Share of their change that is kept; None keeps all of one step and 1/J of several, since J silos answer the same
     s at once."""
-    weight_concentration: (
-        Annotated[float, Field(ge=1, allow_inf_nan=False), Says("must be at least 1 and finite")] | None
-    ) = None
-    """Dirichlet prior of the likelihood weights w_j; None keeps them at 1/J. At 1 the prior is flat and a single silo
-    takes all the weight."""
     batch_size: Count | None = None
     """Records a round, the same at all parties by a shared seed; None uses all."""
     rounds: Count = 4000
@@ -215,8 +201,6 @@ class Vertical(RunShape):
     def __post_init__(self) -> None:
         check(self)
         self.check_response()
-        if self.weight_concentration is not None and not self.is_power:
-            raise InputError("likelihood weights belong to the power-likelihood model; use model = 'power'")
         if self.is_power and isinstance(self.auxiliary, Integrated):
             raise InputError(
                 "in the power-likelihood model each silo sees the others' z, so that nobody can integrate it out; "
@@ -346,9 +330,7 @@ class VerticalState(NamedTuple):
     averaged: int
     pull: Tensor  # (B, C) what the next round's broadcast carries: dlog p(y | s)/ds, or D
     curvature: Tensor  # ()
-    value: float  # power: sum_j w_j log p, nats
     total: Tensor  # (B, C) s: of this round between two phases, the running total under staleness
-    mass: float  # power with learned weights: normaliser of the silos' weights
     local: float  # nats: the silos' part of the bound of this round
     objective: float  # the bound as estimated in the last round, nats
     unsettled: float  # one where some silo's parameters still drifted, nan where it is not released
@@ -362,7 +344,6 @@ class Answered(NamedTuple):
     others: Tensor  # (B, C) s - z_j
     gamma: Tensor  # (n_gamma,)
     share: Tensor  # () w_j
-    log_likelihood: Tensor  # () l_j, nats
 
 
 class Shared(NamedTuple):
@@ -383,7 +364,6 @@ class VerticalLocal(NamedTuple):
     sent_round: int  # the round whose z_j the server has, -1 before the first
     turn: int  # of the silo's own count when it drew that z_j: its noise is replayed from there
     sent: Tensor  # (N, C) that z_j under staleness, (0, C) otherwise
-    logit: Tensor  # () of the likelihood weight
     answered: Answered
     monitor: stopping.Monitor  # of q(theta_j)
     gamma: Shared
@@ -427,24 +407,20 @@ class ColumnsProgram(Program):
     def thetas(self, local: Any, n: int, seed: int) -> Tensor:
         """`n` draws of theta_j (n, n_theta), unconstrained. For the silo's own eyes."""
 
-    @abstractmethod
-    def likelihood_weight(self, local: Any) -> float:
-        """w_j of the power likelihood in the last round; 0 in the augmented-variable model."""
-
     def sums(self) -> dict[str, Sum]:
         rows, rounds = (self.batch_records, self.columns), self.config.rounds
         blocks, when = self.config.blocks(*rows, self.gamma_size), Phase(range(rounds))
         sent: dict[str, tuple[int, ...]] = {"pull": rows, "curvature": ()}
-        scalars: tuple[str, ...] = ("scale", "averaging", "value")
+        scalars = ("scale", "averaging")
         if not self.config.server_knows:
-            sent, scalars = {"sum": rows}, ("scale", "averaging")
+            sent = {"sum": rows}
         found = {AUXILIARY_PHASE: Sum(blocks[AUXILIARY_PHASE], when, sent, frozenset({AUXILIARY}), scalars=scalars)}
         if not self.config.server_knows:
             size = sum(value.numel() for value in self._gamma_core().init().eta.values())
             own, last = (Block(GAMMA, (size,), self.config.bound),), range(rounds, rounds + 1)
             found[SHARED_PHASE] = Sum(own, Phase(last, ends=True), sent, scalars=scalars)
         if self.config.is_power:
-            sent, scalars = {"sum": rows, "gamma": (self.gamma_size,)}, ("scale", "averaging", "mass")
+            sent = {"sum": rows, "gamma": (self.gamma_size,)}
             found[SLOPE_PHASE] = Sum(blocks[SLOPE_PHASE], when, sent, scalars=scalars)
         return found
 
@@ -518,7 +494,7 @@ class ColumnsProgram(Program):
     def init(self) -> VerticalState:
         gamma, zero = self._gamma_start(), self.move(torch.zeros(self.batch_records, self.columns))
         return VerticalState(
-            0, AUXILIARY_PHASE, gamma, gamma.eta, 0, zero, zero.new_zeros(()), 0.0, zero, 1.0, 0.0, math.nan, math.nan,
+            0, AUXILIARY_PHASE, gamma, gamma.eta, 0, zero, zero.new_zeros(()), zero, 0.0, math.nan, math.nan,
             stopping.start(),
         )  # fmt: skip
 
@@ -533,10 +509,8 @@ class ColumnsProgram(Program):
             asked = self.asked(state.round, state.phase)
             return Broadcast(state.round, index, accepted, asked, scalars, tensors, state.phase)
         if state.phase == SLOPE_PHASE:
-            scalars["mass"] = state.mass
             tensors = {"sum": state.total, "gamma": self._gamma(state)}
         else:
-            scalars["value"] = state.value
             tensors = {"pull": state.pull, "curvature": state.curvature}
         return Broadcast(state.round, index, accepted, self.cohort(state.round), scalars, tensors, state.phase)
 
@@ -558,7 +532,6 @@ class ColumnsProgram(Program):
         state = state._replace(
             total=s,
             local=scale * float(sums[LOCAL]) if LOCAL in sums else math.nan,
-            mass=float(sums[MASS]) if MASS in sums else 1.0,
             unsettled=float(sums[UNSETTLED]) if UNSETTLED in sums else math.nan,
         )
         if not self.config.server_knows:
@@ -603,7 +576,7 @@ class ColumnsProgram(Program):
         """Power likelihood: D, the gradient in gamma and the likelihood's value are totals."""
         value, offset = float(sums[VALUE]), self._responses(self.response, state.round).offset
         curvature = self.server_core.curvature(offset, state.total, self._gamma(state))
-        state = state._replace(phase=AUXILIARY_PHASE, pull=self.move(sums[SLOPE]), curvature=curvature, value=value)
+        state = state._replace(phase=AUXILIARY_PHASE, pull=self.move(sums[SLOPE]), curvature=curvature)
         return self._finish(state, self.move(sums[GAMMA]), value)
 
     def _finish(self, state: VerticalState, in_gamma: Tensor, value: float) -> tuple[VerticalState, Step]:
@@ -750,10 +723,10 @@ class VerticalProgram(ColumnsProgram):
         zero = self.move(torch.zeros(0, self.columns))
         sent = zero.new_zeros(view.size, self.columns) if self.config.max_staleness else zero
         gamma, scalar = zero.new_zeros(self.gamma_size), zero.new_zeros(())
-        answered = Answered(zero, zero, gamma, scalar, scalar)
+        answered = Answered(zero, zero, gamma, scalar)
         q = ServerParams({}, {}) if self.config.server_knows else self._gamma_start()
         known, monitor = Shared(q, q.eta, stopping.start()), stopping.start()
-        return VerticalLocal(params, moments, params.shared, 0, -1, 0, sent, scalar, answered, monitor, known)
+        return VerticalLocal(params, moments, params.shared, 0, -1, 0, sent, answered, monitor, known)
 
     def answer(self, message: Broadcast, local: VerticalLocal, view: Any) -> Answer | RowAnswer:
         if message.phase == SLOPE_PHASE:
@@ -776,7 +749,7 @@ class VerticalProgram(ColumnsProgram):
         if self.config.max_staleness:
             z, local = draw.z - local.sent, local._replace(sent=draw.z)
         still = settled(local.monitor) and (self.config.server_knows or settled(local.gamma.monitor))
-        told = {AUXILIARY: z, LOCAL: draw.local, UNSETTLED: float(not still), MASS: local.logit.exp()}
+        told = {AUXILIARY: z, LOCAL: draw.local, UNSETTLED: float(not still)}
         return Answer(told, local)
 
     def _told(self, message: Broadcast, local: VerticalLocal, view: VerticalView) -> Answer:
@@ -798,21 +771,16 @@ class VerticalProgram(ColumnsProgram):
         eps = torch.randn(n, family.noise_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return torch.func.vmap(lambda e: family.transform(eta, e))(eps.to(eta["loc"]))
 
-    def likelihood_weight(self, local: VerticalLocal) -> float:
-        return float(local.answered.share)
-
     def _slopes_of(self, message: Broadcast, local: VerticalLocal, view: VerticalView) -> Answer:
         s, gamma = self.move(message.tensors["sum"]), self.move(message.tensors["gamma"])
         weight = s.new_tensor(1.0 / len(self.problem.silos))
-        if self.config.weight_concentration is not None:
-            weight = share(local.logit, s.new_tensor(message.scalars["mass"]))
         if local.sent_round != message.round:
             raise ProtocolError(f"silo '{view.silo}': slopes of round {message.round}, whose sum it is not in")
         draw = self._draw_at(local, view)
         response = self._response(message.round, view)
         assert isinstance(response, Response)
-        own, in_gamma, value, alone = self._slope(draw, response, self.weights(), s, gamma, weight)
-        answered = Answered(own, s - draw.z, gamma, weight, alone)
+        own, in_gamma, value = self._slope(draw, response, self.weights(), s, gamma, weight)
+        answered = Answered(own, s - draw.z, gamma, weight)
         return Answer({SLOPE: own, GAMMA: in_gamma, VALUE: value}, local._replace(answered=answered))
 
     def _found(self, local: VerticalLocal) -> tuple[SiloParams, Moments]:
@@ -825,7 +793,7 @@ class VerticalProgram(ColumnsProgram):
     ) -> tuple[Incoming, Tensor, Shared]:
         """What the round that `local` is in is answered, now that the pull on it is known, or follows from s; the
         step's scale (); and q(gamma) after its step, where that is the silo's to take."""
-        scale = local.logit.new_tensor(message.scalars["scale"])
+        scale = self.move(message.scalars["scale"])
         known = local.gamma
         if self.config.server_knows:
             pull, h = self.move(message.tensors["pull"]), self.move(message.tensors["curvature"])
@@ -846,18 +814,13 @@ class VerticalProgram(ColumnsProgram):
 
     def _finished(self, message: Broadcast, local: VerticalLocal, new: SiloParams, moments: Moments) -> VerticalLocal:
         """After the steps of the round that `local` is in."""
-        at, logit, a = self.batch(local.sent_round), local.logit, local.answered
-        if self.config.weight_concentration is not None:
-            mean, silos = logit.new_tensor(message.scalars["value"]), len(self.problem.silos)
-            scale = logit.new_tensor(message.scalars["scale"])
-            logit = logit_step(logit, a.share, a.log_likelihood, mean, self.config.weight_concentration, silos, scale)
+        at = self.batch(local.sent_round)
         averaged = local.averaged + 1 if message.scalars["averaging"] else 0
         theta = part(new.shared, "theta")
         log_sd = np.log(to_numpy(self.core.family.stddev(theta)))
         return local._replace(
             params=SiloParams(new.shared, put(local.params.record, at, new.record)),
             moments=Moments(moments.shared, put(local.moments.record, at, moments.record)),
-            logit=logit,
             average=running_average(local.average, new.shared, averaged),
             averaged=averaged,
             monitor=stopping.watch(stopping.observe(local.monitor, to_numpy(theta["loc"]), log_sd)),
