@@ -138,8 +138,6 @@ class SFVIAvg:
     """Factor by which the learning rate falls from round to round once merges have settled."""
     average_last: Part = 0.5
     """Share of a round's last iterates that a silo averages."""
-    persistent: bool = True
-    """Whether silos keep their optimisers' state from round to round."""
     sampling_rate: Share = 1.0
     """Each record joins a local step with this probability."""
     participation: Share = 1.0
@@ -593,8 +591,6 @@ class SFVIAvgProgram(StructuredProgram):
     def _answer_merge(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> Answer:
         """A round's local run: the silo's own eta_G and theta, averaged, and its state."""
         start = Point(shared, local.moments, local.latents)
-        if not self.config.persistent:
-            start = Point(shared, self.optimizer.init(shared), self.fresh(local.record, local.silo))
         end, average = self.run(start, message.scalars["records"], message.scalars["rate"], view)
         own, before, eta = average.shared, part(shared, "eta"), part(average.shared, "eta")
         weight = self.weight(view.size)

@@ -52,7 +52,7 @@ _JUDGED = {
     "WarmStart": "rounds local_steps weights total_records",
     "SFVIAvg": "rounds local_steps importance_samples family weights scale_entropy tolerance bures_iterations "
     "barycenter optimizer optimizer_options learning_rate local_learning_rate start_spread decay average_last "
-    "persistent sampling_rate participation total_records bound final_local_steps local_family silo_family "
+    "sampling_rate participation total_records bound final_local_steps local_family silo_family "
     "replicates",
     "Vertical": "model rho response family auxiliary local_steps damping batch_size rounds "
     "learning_rate schedule average_last optimizer participation max_staleness bound",

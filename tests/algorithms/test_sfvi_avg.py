@@ -354,7 +354,7 @@ def test_theta_is_averaged_near_what_sfvi_finds() -> None:
 
 
 @pytest.mark.usefixtures("few_draws")
-@pytest.mark.parametrize("options", [{}, {"bures_iterations": 3, "persistent": False}])
+@pytest.mark.parametrize("options", [{}, {"bures_iterations": 3}])
 @pytest.mark.slow
 def test_a_killed_run_ends_where_an_unbroken_one_does(options: dict[str, Any], tmp_path: Path) -> None:
     """Stopped between phases after the second round and resumed from the checkpoint: the same bits."""
