@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from secure_fvi.deployment.deciding import Decision
     from secure_fvi.deployment.home import Home
     from secure_fvi.deployment.policy import SitePolicy
-    from secure_fvi.disclosure import Disclosure, Phase
-    from secure_fvi.privacy.settings import DP
+    from secure_fvi.disclosure import Disclosure
     from secure_fvi.runs.config import Config
 
 FILE = click.Path(path_type=Path)
@@ -144,13 +142,8 @@ def _judge(home: Path, found: SitePolicy, config: Asked, installed: str | None) 
 @click.option("--with-data", is_flag=True, help="Read all silos' data and trace the model, for blocks and noise.")
 @click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
 @sandbox_option
-@click.option("--json", "as_json", is_flag=True, help="Print it for programs.")
-def explain(
-    config: Asked, with_data: bool, data_dir: Path | None, sandbox: Literal["required", "off"], as_json: bool
-) -> None:
+def explain(config: Asked, with_data: bool, data_dir: Path | None, sandbox: Literal["required", "off"]) -> None:
     """Say in words what the job that CONFIG describes discloses, to whom, how often, and what a policy has to list."""
-    import json
-
     from secure_fvi.disclosure import check_carried
     from secure_fvi.runs.config import Engine
     from secure_fvi.runs.federation import disclosure_of
@@ -164,12 +157,7 @@ def explain(
         model, _ = model_for(job, sandbox, None, None, *files_of(job))
     found = disclosure_of(job, data_dir, model)
     check_carried(found, job.engine or Engine())
-    if not as_json:
-        _say([*_formula_lines(job), *_alignment_lines(job), *disclosure_lines(found)])
-        return
-    words = {"formula": _formula_lines(job)} if job.model.formula is not None else {}
-    words |= {"alignment": _alignment_lines(job)} if job.alignment is not None else {}
-    click.echo(json.dumps(disclosure_json(found) | words, indent=2))
+    _say([*_formula_lines(job), *_alignment_lines(job), *disclosure_lines(found)])
 
 
 def _say(lines: list[str]) -> None:
@@ -434,64 +422,7 @@ def hash_model(config: Asked, installed: str | None, as_json: bool) -> None:
     click.echo(f"of the secure_fvi {found.package.hex()}", err=True)
 
 
-# ---- What a job discloses, in words and for programs ----
-
-
-def disclosure_json(d: Disclosure) -> dict[str, Any]:
-    """All of what a job discloses, for programs."""
-    return {
-        "algorithm": d.algorithm,
-        "aggregation": d.kind,
-        "silos": d.silos,
-        "rounds": d.rounds,
-        "sums_besides_rounds": d.besides,
-        "exact_sums_that_may_lack_silos": d.differences,
-        "who_learns_totals": list(d.learn),
-        "single_terms_seen_by_server": d.kind == "plain",
-        "colluders_withstood": d.withstands,
-        "disclosures": list(d.kinds),
-        "phases": [_phase_json(p, d.privacy) for p in d.phases],
-        "privacy": None if d.privacy is None else {"unit": d.privacy.unit, **dataclasses.asdict(d.privacy)},
-        "kept_at_silos": d.keeps,
-        **({"response": d.labels} if d.labels else {}),
-    }
-
-
-def _phase_json(p: Phase, privacy: DP | None) -> dict[str, Any]:
-    blocks = None
-    if p.blocks is not None:
-        exact = p.exact()
-        blocks = [
-            {
-                "name": b.name,
-                "shape": list(b.shape),
-                "bound": b.bound,
-                "whole_numbers": b.integer,
-                "exact": b.name in exact,
-                "rows": b.rows,
-            }
-            for b in p.blocks
-        ]
-    terms = p.terms
-    return {
-        "phase": p.phase,
-        "sums_at_most": p.at_most,
-        "besides_rounds": p.besides,
-        "retries_at_most": 0 if privacy is None else privacy.retries,
-        "term_of_a_silo": p.what,
-        "silos_asked": p.asked,
-        "cohort": p.cohort,
-        "silos_at_least": p.at_least,
-        "blocks": blocks,
-        "noise": None
-        if terms is None
-        else {
-            "mechanism": "skellam" if terms.resolution else "gaussian",
-            "multiplier": terms.noise_multiplier,
-            "added_by": terms.settings.noise,
-            "sampling_rate": terms.sampling_rate,
-        },
-    }
+# ---- What a job discloses, in words ----
 
 
 _COHORTS = {
