@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-if TYPE_CHECKING:
-    from secure_fvi.runs.marginals import ComparisonRow
 
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
 _RUN, _REFERENCE, _SECOND = "#2563eb", "#9ca3af", "#d97706"
@@ -36,7 +33,7 @@ Densities = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def marginal_panels(
-    run: Densities, reference: Densities | None, reference_name: str, most: int = _MOST_PANELS
+    run: Densities, reference: Densities | None = None, reference_name: str = "", most: int = _MOST_PANELS
 ) -> Figure:
     """Marginal posteriors side by side; the reference, where there is one, as a grey area behind the run."""
     names = list(run)[:most]
@@ -108,23 +105,6 @@ def traffic(metrics: Sequence[Mapping[str, Any]], silos: int) -> Figure:
         axis.grid(axis="y", color=_GRID, lw=0.6)
         axis.margins(x=0.01)
         axis.legend(loc="upper left")
-    return figure
-
-
-def errors(rows: Sequence[ComparisonRow]) -> Figure:
-    """Each mean's error in reference sds, with a band for the run's sd relative to the reference's."""
-    shown = rows[:40]
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(5.6, 0.28 * len(shown) + 0.8), layout="constrained")
-        axis = figure.subplots()
-        positions = range(len(shown))
-        axis.axvspan(-0.15, 0.15, color=_REFERENCE, alpha=0.25, lw=0)
-        axis.axvline(0, color=_MUTED, lw=0.8)
-        axis.scatter([row.error for row in shown], positions, color=_RUN, s=28, zorder=3)
-        axis.set_yticks(list(positions), [row.label for row in shown], parse_math=False)
-        axis.invert_yaxis()
-        reach = max(0.3, *(1.15 * abs(row.error) for row in shown))
-        axis.set(xlim=(-reach, reach), xlabel="error of the mean in reference sds (band: 0.15)")
     return figure
 
 

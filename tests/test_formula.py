@@ -1622,9 +1622,9 @@ def test_a_comparison_speaks_in_the_users_names_and_units(tmp_path: Path, monkey
     """The reference stands in for NUTS: draws of the run itself, so that no error is there."""
     from secure_fvi.draws import draw_global
     from secure_fvi.runs.directory import RunDirectory
-    from secure_fvi.runs.marginals import comparison_rows
     from secure_fvi.runs.running import execute
     from secure_fvi_lab import references
+    from secure_fvi_lab.compare import comparison_rows
 
     written, paths = files(tmp_path)
     said = {"formula": "pressure ~ sex * age", "dictionary": str(written)}

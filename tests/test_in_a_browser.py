@@ -134,14 +134,7 @@ def test_the_watch_page_turns_others_away(browser: Browser, run: Path) -> None:
 
 
 def _run_report(run: Path, folder: Path) -> Path:
-    """With a reference beside it, whose table is the widest."""
     shutil.copytree(run, folder / "run")
-    sites = json.loads((run / "result.json").read_text())["posterior"]
-    keys = {"mean": "mean", "run_mean": "mean", "sd": "sd", "run_sd": "sd", "mean_error_in_sd": "sd", "sd_ratio": "sd"}
-    compared = {site: {key: found[name] for key, name in keys.items()} for site, found in sites.items()}
-    about = {"reference": "nuts", "draws": 2000, "ess": 900.0, "r_hat": 1.01, "seconds": 3.0}
-    marginals = json.loads((run / "marginals.json").read_text())
-    (folder / "run" / "compare.json").write_text(json.dumps({**about, "sites": compared, "marginals": marginals}))
     write_report(folder / "run")
     return folder / "run" / "report.html"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -29,9 +29,8 @@ def compare(
 ) -> None:
     """Pool the data of the finished run in DIR, fit the same model centrally, and set the two side by side.
 
-    For data that may be pooled: simulations, published data, a rehearsal. Writes compare.json and renews
-    report.html, where that of a private run goes on without it. One that a server has signed stays as it is, and
-    report-compared.html lies beside it.
+    For data that may be pooled: simulations, published data, a rehearsal. Writes compare.json beside the run's files,
+    of which none is changed. A picture of a private run goes on without the reference.
     """
     from secure_fvi.runs.directory import RunDirectory
 
@@ -44,7 +43,6 @@ def compare(
 
     from rich.console import Console
 
-    from secure_fvi.runs.report import marginal_figure, write_report
     from secure_fvi_lab.references import compare as run_reference
 
     console = Console(stderr=True)
@@ -58,19 +56,46 @@ def compare(
             exact,
             files,
         )
-    report = write_report(directory)
     if picture is not None:
-        marginal_figure(directory).savefig(picture, dpi=150)
+        from secure_fvi.plots import marginal_panels
+        from secure_fvi.runs.directory import read_json
+
+        reference = content["marginals"] if RunDirectory(directory).read_config().privacy is None else None
+        figure = marginal_panels(read_json(directory / "marginals.json"), reference, "NUTS on the pooled data")
+        figure.savefig(picture, dpi=150)
     click.echo("The reference pooled the data of all silos in this process.")
     _print(content)
-    click.echo(f"report: {report}")
+
+
+class ComparisonRow(NamedTuple):
+    label: str
+    mean: float  # of the reference
+    sd: float
+    run_mean: float
+    run_sd: float
+    error: float  # (run_mean - mean) / sd
+    ratio: float  # run_sd / sd
+
+
+def comparison_rows(comparison: dict[str, Any]) -> list[ComparisonRow]:
+    """One row for each parameter of a formula, or each element of each compared site, of compare.json."""
+    import numpy as np
+
+    from secure_fvi.runs.marginals import shape_of
+    from secure_fvi.summary import labels
+
+    keys = ("mean", "sd", "run_mean", "run_sd", "mean_error_in_sd", "sd_ratio")
+    rows = []
+    for site, values in comparison.get("parameters", comparison["sites"]).items():
+        names, numbers = labels(site, shape_of(values["mean"])), (np.ravel(values[key]).tolist() for key in keys)
+        rows += [ComparisonRow(*row) for row in zip(names, *numbers, strict=True)]
+    return rows
 
 
 def _print(comparison: dict[str, Any]) -> None:
     from rich.table import Table
 
     from secure_fvi.cli.tables import MOST_ROWS, plain_console, say_left_out
-    from secure_fvi.runs.marginals import comparison_rows
     from secure_fvi.summary import shown
 
     known = f"smallest effective sample size {comparison['ess']:.0f}, R-hat {comparison['r_hat']:.3f}"

@@ -34,8 +34,6 @@ _KEY = "data.key"
 REPORT, EVIDENCE, SIGNATURE = "report.html", "evidence.json", "report.sig"
 #: The report's table for other programs.
 TABLE = "table.csv"
-#: The report with a reference beside it, of a run whose report is signed.
-COMPARED = "report-compared.html"
 #: Names that only a run writes; `discard` removes these and nothing else.
 _OURS = (
     "config.toml",
@@ -49,7 +47,6 @@ _OURS = (
     "compare.json",
     REPORT,
     TABLE,
-    COMPARED,
     EVIDENCE,
     SIGNATURE,
     "checkpoint",

@@ -38,7 +38,7 @@ def density(draws: npt.NDArray[Any]) -> dict[str, list[float]]:
     return {"x": x.round(9).tolist(), "density": y.round(9).tolist()}
 
 
-# ---- The sites of result.json and compare.json, one scalar a row, for tables and plots ----
+# ---- The sites of result.json, one scalar a row, for tables ----
 
 
 class PosteriorRow(NamedTuple):
@@ -46,16 +46,6 @@ class PosteriorRow(NamedTuple):
     mean: float
     sd: float
     noise: float | None = None  # the part of the sd that the noise of privacy adds, where it is counted
-
-
-class ComparisonRow(NamedTuple):
-    label: str
-    mean: float  # of the reference
-    sd: float
-    run_mean: float
-    run_sd: float
-    error: float  # (run_mean - mean) / sd
-    ratio: float  # run_sd / sd
 
 
 def standing(result: dict[str, Any]) -> str:
@@ -80,16 +70,6 @@ def posterior_rows(result: dict[str, Any]) -> list[PosteriorRow]:
             columns.append(_flat(result["noise"]["sd"][site]))
         names = labels(site, shape_of(moments["mean"]))
         rows += [PosteriorRow(*row) for row in zip(names, *columns, strict=True)]
-    return rows
-
-
-def comparison_rows(comparison: dict[str, Any]) -> list[ComparisonRow]:
-    """One row for each parameter of a formula, or each element of each compared site."""
-    keys = ("mean", "sd", "run_mean", "run_sd", "mean_error_in_sd", "sd_ratio")
-    rows = []
-    for site, values in comparison.get("parameters", comparison["sites"]).items():
-        names = labels(site, shape_of(values["mean"]))
-        rows += [ComparisonRow(*row) for row in zip(names, *(_flat(values[key]) for key in keys), strict=True)]
     return rows
 
 

@@ -21,8 +21,8 @@ from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
 from secure_fvi.runs.config import Config, chosen, title
-from secure_fvi.runs.directory import COMPARED, EVIDENCE, REPORT, SIGNATURE, TABLE, RunDirectory, read_json
-from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
+from secure_fvi.runs.directory import EVIDENCE, REPORT, TABLE, RunDirectory, read_json
+from secure_fvi.runs.marginals import posterior_rows, reason, standing
 from secure_fvi.summary import counts_noise, shown
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -40,24 +40,19 @@ class Picture(NamedTuple):
 
 
 def write_report(directory: Path) -> Path:
-    """Write report.html, and its table as table.csv, from the other files of a finished run, compare.json among them
-    where it exists, and where the run is not private: what that holds has no noise. One that is signed stays as it is,
-    and the new one lies beside it. Which file it is."""
+    """Write report.html, and its table as table.csv, from the other files of a finished run. Which file it is."""
     run = RunDirectory(directory)
     result = run.read_result()
     config = run.read_config()
     metrics = read_metrics(directory / "metrics.jsonl")
-    comparison = _comparison(directory, config)
     densities = _optional(directory / "marginals.json") or {}
-    rows = comparison_rows(comparison) if comparison else []
     released = [row for row in metrics if row["objective"] is not None]
     pictures = {
-        "marginals": _picture(_marginals(densities, comparison), "Marginal posteriors of the global sites")
+        "marginals": _picture(plots.marginal_panels(densities), "Marginal posteriors of the global sites")
         if densities
         else None,
         "objective": _picture(plots.objective(released), "The bound over the rounds") if released else None,
         "traffic": _picture(plots.traffic(metrics, len(result["silos"])), "Traffic of a silo") if metrics else None,
-        "errors": _picture(plots.errors(rows), "Errors of the means, in reference sds") if rows else None,
     }
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(number=_number, size=_size, shown=shown)
@@ -79,16 +74,12 @@ def write_report(directory: Path) -> Path:
         posterior=posterior_rows(result)[:_MOST_ROWS],
         left_out=max(0, len(posterior_rows(result)) - _MOST_ROWS),
         theta=posterior_rows({"posterior": {k: {"mean": v, "sd": v} for k, v in result["theta"].items()}})[:_MOST_ROWS],
-        comparison=comparison,
-        comparison_rows=rows[:_MOST_ROWS],
         pictures=pictures,
         evidence=_optional(directory / EVIDENCE),
     )
-    path = directory / (COMPARED if (directory / SIGNATURE).exists() else REPORT)
-    write_atomically(path, text.encode())
-    if path.name == REPORT:
-        write_atomically(directory / TABLE, _as_csv(result).encode())
-    return path
+    write_atomically(directory / REPORT, text.encode())
+    write_atomically(directory / TABLE, _as_csv(result).encode())
+    return directory / REPORT
 
 
 def _as_csv(result: dict[str, Any]) -> str:
@@ -240,22 +231,6 @@ def _neighbours(result: dict[str, Any]) -> str:
     replaced = dp.get("adjacency") == REPLACE
     which = f" ({dp['record']})" if "record" in dp else ""
     return "replacing what one silo holds of one person" if replaced else f"adding or removing one {dp['unit']}{which}"
-
-
-def marginal_figure(directory: Path) -> Figure:
-    """The marginals of a finished run, beside the reference's where there is one that the report may show."""
-    comparison = _comparison(directory, RunDirectory(directory).read_config())
-    return _marginals(read_json(directory / "marginals.json"), comparison)
-
-
-def _comparison(directory: Path, config: Config) -> dict[str, Any] | None:
-    return _optional(directory / "compare.json") if config.privacy is None else None
-
-
-def _marginals(densities: dict[str, Any], comparison: dict[str, Any] | None) -> Figure:
-    reference = comparison["marginals"] if comparison else None
-    name = f"{comparison['reference'].upper()} on the pooled data" if comparison else ""
-    return plots.marginal_panels(densities, reference, name)
 
 
 def _picture(figure: Figure, alt: str) -> Picture:
