@@ -34,12 +34,10 @@ from secure_fvi.privacy.ledger_account import Account, account
 from secure_fvi.privacy.ledger_terms import Budget, Job
 from secure_fvi.privacy.terms import REPLACE
 
-_POINTS = 60
-
 
 @dataclass(frozen=True)
 class JobReport:
-    """One charged job. epsilon: of all that it declared, at its delta; series: (round, epsilon by RDP)."""
+    """One charged job. epsilon: of all that it declared, at its delta."""
 
     job: str
     algorithm: str | None
@@ -54,7 +52,6 @@ class JobReport:
     declared_public: list[str] | None
     rng: str | None
     description: dict[str, Any]
-    series: list[tuple[int, float]]
     epsilon_so_far: float  # of this job and all before it, by RDP at the budget's delta
 
 
@@ -179,16 +176,8 @@ def _job(record: JobRecord, so_far: float) -> JobReport:
         declared_public=[str(p) for p in public] if isinstance(public, list | tuple) else None,
         rng=_text(about.get("rng")),
         description=about,
-        series=_series(job),
         epsilon_so_far=so_far,
     )
-
-
-def _series(job: Job) -> list[tuple[int, float]]:
-    """(releases, epsilon by RDP) as the job goes on, all its terms in step."""
-    curve, longest = job_curve(job), max(t.count for t in job.terms)
-    steps = np.unique(np.linspace(1, longest, min(longest, _POINTS)).round().astype(int))
-    return [(int(s), epsilon_of_rdp(curve * (s / longest), job.delta)) for s in steps]
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -399,7 +388,6 @@ _STYLE = {
     "ytick.color": _MUTED,
     "legend.frameon": False,
 }
-_MOST_LINES = 12
 
 
 def report_html(report: Report) -> str:
@@ -411,7 +399,6 @@ def report_html(report: Report) -> str:
     return template.render(
         report=report,
         over_jobs=_picture(over_jobs(report)) if report.jobs else None,
-        over_rounds=_picture(over_rounds(report)) if report.jobs else None,
     )
 
 
@@ -428,23 +415,6 @@ def over_jobs(report: Report) -> Figure:
         axis.set(xlabel="jobs charged", ylabel=f"epsilon at delta {report.delta:.2g}")
         axis.set_ylim(0, 1.12 * max(report.budget["epsilon"], *spent))
         axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
-    return figure
-
-
-def over_rounds(report: Report) -> Figure:
-    """Epsilon over the rounds of each of the newest jobs by RDP; a dot for the job's own accountant."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(5.0, 3.0), layout="constrained")
-        axis = figure.subplots()
-        shown = report.jobs[-_MOST_LINES:]
-        for number, job in enumerate(shown):
-            color = mpl.colormaps["viridis"](0.85 * number / max(1, len(shown) - 1))
-            axis.plot(*zip(*job.series, strict=True), color=color, lw=1.6, label=job.job[:24].replace("$", r"\$"))
-            axis.scatter([job.series[-1][0]], [job.epsilon], color=color, s=22, zorder=3)
-        axis.set(xlabel="releases", ylabel="epsilon at the job's delta", ylim=(0, None))
-        axis.grid(axis="y", color=_GRID, lw=0.6)
-        if len(shown) > 1:
-            figure.legend(loc="outside right upper", fontsize=8)
     return figure
 
 

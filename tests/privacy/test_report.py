@@ -73,9 +73,6 @@ def test_numbers(path: Path, report: Report) -> None:
     assert [b["epsilon"] for b in report.budget["history"]] == [2.0, 3.0]
     of = account(read_ledger(path)["hospital-a"], "adults")
     assert (report.remaining, report.ledger_head) == (of.remaining, of.head.hex())
-    # The line over the releases ends at the whole job by RDP.
-    assert first.series[-1] == (300, pytest.approx(first.epsilon_so_far, rel=1e-12))
-    assert [e for _, e in first.series] == sorted(e for _, e in first.series)
     assert first.terms[0]["released"] == 7
 
 
@@ -218,7 +215,7 @@ def test_the_page_is_self_contained_and_escaped(report: Report) -> None:
     page = report_html(report)
     assert "<b>second</b>" not in page
     assert "&lt;b&gt;second&lt;/b&gt;" in page
-    assert page.count("data:image/svg+xml;base64,") == 2
+    assert page.count("data:image/svg+xml;base64,") == 1
     assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!data:)", page)
     assert "<script" not in page
     assert report.ledger_head in page
