@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from secure_fvi.federated_model import Shared as Shared
     from secure_fvi.federated_model import SiloEncoder as SiloEncoder
     from secure_fvi.fitting import fit as fit
-    from secure_fvi.fitting import fit_alone as fit_alone
     from secure_fvi.fitting import run as run
     from secure_fvi.mixed_model import glmm as glmm
     from secure_fvi.opening import load as load
@@ -88,7 +87,6 @@ _HOME = {
     "WarmStart": "secure_fvi.algorithms.sfvi",
     "Dictionary": "secure_fvi.dictionary",
     "fit": "secure_fvi.fitting",
-    "fit_alone": "secure_fvi.fitting",
     "load": "secure_fvi.opening",
     "prior_predictive": "secure_fvi.results",
     "glmm": "secure_fvi.mixed_model",
@@ -99,8 +97,7 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        hint = "; use sf.fit(sf.Columns(...), silos)" if name == "fit_vertical" else ""
-        raise AttributeError(f"module 'secure_fvi' has no attribute '{name}'{hint}")
+        raise AttributeError(f"module 'secure_fvi' has no attribute '{name}'")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -18,7 +18,7 @@ import torch
 from pydantic import AfterValidator, Field, StrictBool
 from torch import Tensor
 
-from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Algorithm
@@ -434,37 +434,6 @@ def result_of(
         replicated=server.program.replicated(state),
         local={name: LocalPosterior(silo, problem, posterior) for name, silo in engine.silos.items()},
     )
-
-
-# ---- Every silo on its own: what it would know if it exchanged nothing, for comparison ----
-
-
-def fit_alone(
-    model: FederatedModel | Callable[..., Any],
-    silos: Sequence[Data],
-    algorithm: Algorithm | None = None,
-    seed: int = 0,
-    *,
-    silo_ids: Sequence[str] | None = None,
-    **options: Any,
-) -> dict[str, Result]:
-    """Fit `model` to each silo's data alone, by its own run of `algorithm`; the results by silo, in the order given.
-
-    Nothing is shared: a silo is its own server, and its result is for its own eyes. `options` are those of `fit` but
-    for aggregation, privacy, books and checkpoints, which exchanges have and this has not. Raises InputError as `fit`.
-    """
-    for option in ("aggregation", "privacy", "books", "noise_key", "checkpoint_dir", "resume"):
-        if option in options:
-            raise InputError(f"fit_alone exchanges nothing and takes no {option}")
-    names, _ = named_silos(silo_ids, _count(silos))
-    ids = options.pop("record_ids", None) or [None] * len(silos)
-    return {
-        name: fit(
-            model, [data], algorithm, Plain(), seed=seed, silo_ids=[name],
-            record_ids=None if own is None else [own], **options,
-        )
-        for name, data, own in zip(names, silos, ids, strict=True)
-    }  # fmt: skip
 
 
 def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:

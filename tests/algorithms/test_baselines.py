@@ -117,18 +117,6 @@ def test_an_improper_product_fails_instead_of_answering() -> None:
     assert result.posterior["mu"].sd > 0
 
 
-def test_silos_alone_know_their_own_data_only() -> None:
-    silos, exact = make_regression(SIZES)
-    alone = sf.fit_alone(REGRESSION, silos, sf.PVI(rounds=2, damping=1.0, **EXACT), silo_ids=["n", "e", "s"])
-    assert list(alone) == ["n", "e", "s"]
-    for result, silo in zip(alone.values(), silos, strict=True):
-        likelihood = Natural(silo["x"].T @ silo["y"] / NOISE**2, silo["x"].T @ silo["x"] / NOISE**2)
-        _assert_close(_q(result), PRIOR.plus(likelihood))
-        assert float((_q(result).precision - exact.precision).abs().max()) > 1
-    with pytest.raises(InputError, match="takes no privacy"):
-        sf.fit_alone(REGRESSION, silos, privacy=sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0))
-
-
 @pytest.mark.slow
 def test_resumed_run_ends_where_the_whole_one_does(tmp_path: Path) -> None:
     problem = make_intercepts()
