@@ -31,9 +31,9 @@ def status(context: click.Context, home: Path, as_json: bool) -> None:
 
     from secure_fvi.deployment.home import Home
     from secure_fvi.deployment.names import now
-    from secure_fvi.deployment.status import Reader
+    from secure_fvi.deployment.status import read_status
 
-    found = Reader(Home(home)).read(now())
+    found = read_status(Home(home), now())
     click.echo(json.dumps(_plain(found), indent=2) if as_json else _text(found))
     if found.problems:
         context.exit(1)

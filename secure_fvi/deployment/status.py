@@ -62,51 +62,47 @@ class Status(NamedTuple):
         return (now - self.last).total_seconds() if self.last is not None and is_open else 0.0
 
 
-class Reader:
-    """Reads one site's folder again and again; of the log only what is new."""
+def read_status(home: Home, now: datetime.datetime) -> Status:
+    """What can be read; what cannot is among the problems."""
+    problems: list[str] = []
 
-    def __init__(self, home: Home) -> None:
-        self.home = home
-        self._chain = TrailChain(home.id)
-
-    def read(self, now: datetime.datetime) -> Status:
-        """What can be read; what cannot is among the problems."""
-        problems: list[str] = []
-
-        def tried(read: Any, otherwise: Any) -> Any:
-            try:
-                return read()
-            except SecureFVIError as error:
-                problems.append(str(error))
-                return otherwise
-
-        roster = tried(lambda: self.home.roster_by_public_keys(now).serial, None)
-        tried(self._follow, None)
-        if self.home.policy_file.exists():  # a server has none
-            tried(lambda: read_policy(self.home.policy_file), None)
-        budgets = tried(self._budgets, ())
-        soon = tried(lambda: tuple(line for needed, line in expiring(self.home, now, _SOON, keys=False) if needed), ())
-        last = datetime.datetime.fromtimestamp(self._chain.time / 1e6, now.tzinfo) if self._chain.length else None
-        jobs = tuple(self._chain.jobs.values())
-        going = read_going(self.home.path)
-        newest = {job.fields["data_set"]: job.job for job in jobs if job.accepted}  # one that was mended is forgotten
-        for name in newest.values():
-            said = Unfit(self.home.state_folder / "jobs" / name, self.home.id).said
-            problems += [said] if said else []
-        return Status(self.home.id, self.home.role, roster, jobs, last, budgets, soon, tuple(problems), going)
-
-    def _follow(self) -> None:
-        if not self.home.log_file.exists():
-            return
-        file = ChainFile(self.home.log_file, TRAIL, read_only=True)
+    def tried(read: Any, otherwise: Any) -> Any:
         try:
-            follow_rows(file, self._chain)
-        finally:
-            file.close()
+            return read()
+        except SecureFVIError as error:
+            problems.append(str(error))
+            return otherwise
 
-    def _budgets(self) -> tuple[BudgetLeft, ...]:
-        if not self.home.ledger_file.exists():
-            return ()
-        chain = read_ledger(self.home.ledger_file, self.home.id)[self.home.id]
-        found = [account(chain, data_set) for data_set in chain.budgets]
-        return tuple(BudgetLeft(a.data_set, a.budget.epsilon, a.remaining) for a in found)
+    chain = TrailChain(home.id)
+    roster = tried(lambda: home.roster_by_public_keys(now).serial, None)
+    tried(lambda: _follow(home, chain), None)
+    if home.policy_file.exists():  # a server has none
+        tried(lambda: read_policy(home.policy_file), None)
+    budgets = tried(lambda: _budgets(home), ())
+    soon = tried(lambda: tuple(line for needed, line in expiring(home, now, _SOON, keys=False) if needed), ())
+    last = datetime.datetime.fromtimestamp(chain.time / 1e6, now.tzinfo) if chain.length else None
+    jobs = tuple(chain.jobs.values())
+    newest = {job.fields["data_set"]: job.job for job in jobs if job.accepted}  # one that was mended is forgotten
+    for name in newest.values():
+        said = Unfit(home.state_folder / "jobs" / name, home.id).said
+        problems += [said] if said else []
+    going = read_going(home.path)
+    return Status(home.id, home.role, roster, jobs, last, budgets, soon, tuple(problems), going)
+
+
+def _follow(home: Home, chain: TrailChain) -> None:
+    if not home.log_file.exists():
+        return
+    file = ChainFile(home.log_file, TRAIL, read_only=True)
+    try:
+        follow_rows(file, chain)
+    finally:
+        file.close()
+
+
+def _budgets(home: Home) -> tuple[BudgetLeft, ...]:
+    if not home.ledger_file.exists():
+        return ()
+    chain = read_ledger(home.ledger_file, home.id)[home.id]
+    found = [account(chain, data_set) for data_set in chain.budgets]
+    return tuple(BudgetLeft(a.data_set, a.budget.epsilon, a.remaining) for a in found)

@@ -23,7 +23,7 @@ from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import write_template
 from secure_fvi.deployment.names import now
 from secure_fvi.deployment.policy import read_policy
-from secure_fvi.deployment.status import Reader
+from secure_fvi.deployment.status import read_status
 from secure_fvi.deployment.trail import Exchange, JobEntry
 from secure_fvi.driving import Progress
 from secure_fvi.errors import InputError, ProtocolError
@@ -101,33 +101,24 @@ def test_it_needs_no_passphrase(busy: World) -> None:
     Home(path, "a long passphrase").seal()
     with pytest.raises(InputError, match="is encrypted"):
         Home(path).roster(NOW)
-    found = Reader(Home(path)).read(NOW)
+    found = read_status(Home(path), NOW)
     assert (found.roster, found.problems, found.expiring) == (1, (), ())
     shutil.copy(busy.homes["south"].path / "identity.pub", path / "identity.pub")
-    (told,) = Reader(Home(path)).read(NOW).problems
+    (told,) = read_status(Home(path), NOW).problems
     assert "another role or identity for 'north'" in told
 
 
-def test_only_new_rows_are_read_again(busy: World) -> None:
-    reader = Reader(busy.homes["north"])
-    assert reader.read(NOW).jobs[1].exchanges == 2
-    trail = open_trail(busy.homes["north"])
-    trail.exchanges("two", [Exchange("hub", "broadcast", b"asked", b"sent!!")])
-    trail.close()
-    assert reader.read(NOW).jobs[1].exchanges == 3
-
-
 def test_quiet_and_expiry(busy: World) -> None:
-    soon = Reader(busy.homes["north"]).read(NOW + 340 * DAY)
+    soon = read_status(busy.homes["north"], NOW + 340 * DAY)
     assert soon.quiet(NOW + 340 * DAY) > 300 * 86400
     assert any("roster" in line for line in soon.expiring)
 
 
 def test_a_policy_that_cannot_be_read_is_ill_health_before_a_job_finds_it(busy: World) -> None:
     home = busy.homes["north"]
-    assert not Reader(home).read(NOW).problems
+    assert not read_status(home, NOW).problems
     home.policy_file.write_text(home.policy_file.read_text().replace("min_cohort", "min_cohrt"))
-    assert "unknown key 'min_cohrt'; did you mean 'min_cohort'?" in Reader(home).read(NOW).problems[0]
+    assert "unknown key 'min_cohrt'; did you mean 'min_cohort'?" in read_status(home, NOW).problems[0]
 
 
 def test_an_identity_that_is_gone_is_not_called_another(busy: World) -> None:
@@ -139,7 +130,7 @@ def test_an_identity_that_is_gone_is_not_called_another(busy: World) -> None:
 
 def test_a_job_that_was_given_up_for_a_newer_one_is_no_ill_health(busy: World) -> None:
     """Nor is it called open. But the newest one is both, and one that a process goes on with."""
-    found = Reader(busy.homes["north"]).read(NOW)
+    found = read_status(busy.homes["north"], NOW)
     later, (done, left) = NOW + DAY, [j for j in found.jobs if j.accepted]
     assert (done.outcome, left.outcome) == ("finished", None)
     assert found._replace(jobs=(done, left)).quiet(later) > 3600
@@ -158,15 +149,15 @@ def test_each_tells_the_round_and_for_whom_it_waits_since_when(
     """East dials in late: the hub says so until it does, and north that it waits for the hub. The control is what both
     say once the job has ended."""
     monkeypatch.setattr("secure_fvi.deployment.going._SECONDS", 0.02)
-    readers = {who: Reader(world.homes[who]) for who in ("hub", "north")}
-    said: dict[str, list[str]] = {who: [] for who in readers}
+    homes = {who: world.homes[who] for who in ("hub", "north")}
+    said: dict[str, list[str]] = {who: [] for who in homes}
     inner = Sites._run
 
     def until(who: str, words: str) -> None:
         last = time.monotonic() + 30
         while time.monotonic() < last and not (said[who] and words in said[who][-1]):
             time.sleep(0.1)
-            said[who].append(text_of(readers[who].read(now())))
+            said[who].append(text_of(read_status(homes[who], now())))
 
     def late(self: Sites, silo: str) -> None:
         if silo == "east":
@@ -187,8 +178,8 @@ def test_each_tells_the_round_and_for_whom_it_waits_since_when(
     assert "now no job; waits for hub since 20" in told["north"]
     assert all(f"round {k} of at most 2 (" in lines for k in (1, 2) for lines in told.values())
     assert "at work since 20" in said["hub"][-1]
-    for reader in readers.values():
-        assert ("now" in text_of(reader.read(now())), read_going(reader.home.path)) == (False, None)
+    for home in homes.values():
+        assert ("now" in text_of(read_status(home, now())), read_going(home.path)) == (False, None)
 
 
 def test_a_site_tells_how_its_process_stands(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
