@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import re
@@ -20,7 +19,7 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits import epsilon
 from secure_fvi.audits.base import CONFIDENCE, AuditRow
 from secure_fvi.files import write_atomically
-from secure_fvi.plots import svg
+from secure_fvi.plots import image
 
 _TEMPLATE = Path(__file__).with_name("audit.html.j2")
 _COLOURS = {"leaks": "#d97706", "nothing found": "#2563eb", "invalid": "#9ca3af"}
@@ -169,7 +168,7 @@ def _forest(rows: Sequence[AuditRow]) -> Markup:
     axis.set_yticks([])
     axis.set_xticks([0, 0.5, 1], ["guessing,\nor the claim", "", "as without\nprotection"])
     axis.spines[["top", "right", "left"]].set_visible(False)
-    return _as_image(figure)
+    return image(figure)
 
 
 def _picture(rows: Sequence[AuditRow]) -> Markup:
@@ -187,9 +186,4 @@ def _picture(rows: Sequence[AuditRow]) -> Markup:
     axis.spines[["top", "right"]].set_visible(False)
     line = "claim" if rows[0].score == epsilon.SCORE else "guessing"
     axis.set_xlabel(f"{rows[0].score} (line: {line}; cross: positive control)")
-    return _as_image(figure)
-
-
-def _as_image(figure: Figure) -> Markup:
-    data = base64.b64encode(svg(figure).encode()).decode()
-    return Markup(f"data:image/svg+xml;base64,{data}")
+    return image(figure)

@@ -6,7 +6,6 @@ As data, as text, and as one HTML file: plots inside, nothing fetched.
 
 from __future__ import annotations
 
-import base64
 import math
 import os
 import textwrap
@@ -19,13 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-import matplotlib as mpl
 import numpy as np
-from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from secure_fvi.errors import InputError
-from secure_fvi.plots import svg
+from secure_fvi.plots import image, spent
 from secure_fvi.privacy.accountants import best_guess, epsilon
 from secure_fvi.privacy.accounting import ORDERS, Single, epsilon_of_rdp, grouped, job_curve
 from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, to_dict
@@ -377,17 +373,6 @@ def not_covered(unit: str, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
 # ---- As a page, and as text ----
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
-_MUTED, _GRID, _RUN, _LIMIT = "#6b7280", "#e5e7eb", "#2563eb", "#b45309"
-_STYLE = {
-    "font.size": 9,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "legend.frameon": False,
-}
 
 
 def report_html(report: Report) -> str:
@@ -396,30 +381,9 @@ def report_html(report: Report) -> str:
     environment.filters["declared"] = declared
     environment.filters["number"] = lambda value: f"{value:.4g}"
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
-        report=report,
-        over_jobs=_picture(over_jobs(report)) if report.jobs else None,
-    )
-
-
-def over_jobs(report: Report) -> Figure:
-    """Epsilon spent after each job, below the budget as it was."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(5.0, 3.0), layout="constrained")
-        axis = figure.subplots()
-        spent = [0.0, *(j.epsilon_so_far for j in report.jobs)]
-        axis.step(range(len(spent)), spent, where="post", color=_RUN, lw=1.8)
-        axis.scatter(range(1, len(spent)), spent[1:], color=_RUN, s=18, zorder=3)
-        axis.axhline(report.budget["epsilon"], color=_LIMIT, lw=1.2, ls="--")
-        axis.annotate("budget", (0, report.budget["epsilon"]), color=_LIMIT, xytext=(2, 3), textcoords="offset points")
-        axis.set(xlabel="jobs charged", ylabel=f"epsilon at delta {report.delta:.2g}")
-        axis.set_ylim(0, 1.12 * max(report.budget["epsilon"], *spent))
-        axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
-    return figure
-
-
-def _picture(figure: Figure) -> Markup:
-    return Markup("data:image/svg+xml;base64," + base64.b64encode(svg(figure).encode()).decode())
+    after_each = [job.epsilon_so_far for job in report.jobs]
+    picture = image(spent(after_each, report.budget["epsilon"], report.delta)) if after_each else None
+    return template.render(report=report, over_jobs=picture)
 
 
 # ---- The budget report for a terminal ----

@@ -1,17 +1,19 @@
-"""The plots of a report, as SVG text without fonts or links."""
+"""The plots of reports, as SVG text without fonts or links."""
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
-_RUN, _REFERENCE, _SECOND = "#2563eb", "#9ca3af", "#d97706"
+_RUN, _REFERENCE, _SECOND, _LIMIT = "#2563eb", "#9ca3af", "#d97706", "#b45309"
 _STYLE = {
     "svg.fonttype": "path",
     "svg.hashsalt": "secure-fvi",
@@ -106,6 +108,26 @@ def traffic(metrics: Sequence[Mapping[str, Any]], silos: int) -> Figure:
         axis.margins(x=0.01)
         axis.legend(loc="upper left")
     return figure
+
+
+def spent(after_each: Sequence[float], budget: float, delta: float) -> Figure:
+    """Epsilon spent after each job, below the budget as it was."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+        axis = figure.subplots()
+        axis.step(range(len(after_each) + 1), [0.0, *after_each], where="post", color=_RUN, lw=1.8)
+        axis.scatter(range(1, len(after_each) + 1), after_each, color=_RUN, s=18, zorder=3)
+        axis.axhline(budget, color=_LIMIT, lw=1.2, ls="--")
+        axis.annotate("budget", (0, budget), color=_LIMIT, xytext=(2, 3), textcoords="offset points")
+        axis.set(xlabel="jobs charged", ylabel=f"epsilon at delta {delta:.2g}")
+        axis.set_ylim(0, 1.12 * max(budget, *after_each))
+        axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+    return figure
+
+
+def image(figure: Figure) -> Markup:
+    """The figure as a data address, which a page holds within itself."""
+    return Markup("data:image/svg+xml;base64,") + base64.b64encode(svg(figure).encode()).decode()
 
 
 def svg(figure: Figure) -> str:

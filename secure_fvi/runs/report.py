@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
@@ -234,8 +233,7 @@ def _neighbours(result: dict[str, Any]) -> str:
 
 
 def _picture(figure: Figure, alt: str) -> Picture:
-    data = base64.b64encode(plots.svg(figure).encode()).decode()
-    return Picture(Markup(f"data:image/svg+xml;base64,{data}"), alt)
+    return Picture(plots.image(figure), alt)
 
 
 def _optional(path: Path) -> dict[str, Any] | None:
