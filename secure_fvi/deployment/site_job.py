@@ -46,7 +46,7 @@ from secure_fvi.building import (
     work_of,
 )
 from secure_fvi.compiled import choose_threads
-from secure_fvi.deployment.countersigning import open_ledger
+from secure_fvi.deployment.countersigning import hold_to_seen, open_ledger
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.fence import KeptTrace, model_for
 from secure_fvi.deployment.going import Stand, Unfit
@@ -520,7 +520,12 @@ class SiteJob:
         job, budget = declared_job(offer.job, offer.data_set, terms, algorithm, noise, self.decision.exact_jobs)
         ledger = open_ledger(self.home, self.decision.policy)
         opened = ledger.open_job(job, default_budget=budget)
-        guards = Guards({silo: self._gate(opened.charge, noise)}, (opened,), {silo: ledger})
+
+        def charge(phase: str, index: int) -> None:
+            opened.charge(phase, index)
+            hold_to_seen(self.home, ledger)  # until the job ends nobody else sees this row
+
+        guards = Guards({silo: self._gate(charge, noise)}, (opened,), {silo: ledger})
         if guards.released(silo) < self.decision.charged:
             raise ProtocolError(
                 f"the ledger of '{silo}' is older than its log, which has {self.decision.charged} answers of this job "

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from consortium_run import SILOS, Job
-from consortium_run import met as met_site
 from deployment_world import NOW, World
 from fuzzing import Opened, opened_job, reopened
 
 from secure_fvi.aggregation.base import carry
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import SqliteStore
-from secure_fvi.deployment import countersigning, keeping
+from secure_fvi.deployment import countersigning, keeping, site_job
 from secure_fvi.deployment import site as site_of
 from secure_fvi.deployment.countersigning import (
     answer,
@@ -404,21 +403,23 @@ def _asked_again(found: Opened, made: Job, sites: Callable[[], dict[str, Site]])
 @pytest.mark.parametrize(
     ("back", "words"),
     [
-        (("ledger.sqlite", "state"), r"the ledger of '\w+' is older than its log, which has 2 answers of this job"),
-        (("ledger.sqlite", "audit-log.sqlite", "state"), r"the audit-log of silo '\w+' was rolled back"),
+        (("ledger.sqlite", "state"), r"the ledger of silo '\w+' was rolled back"),
+        (("ledger.sqlite", "state", "seen.sqlite"), r"the ledger of '\w+' is older than its log, which has 2 answers"),
+        (("ledger.sqlite", "audit-log.sqlite", "state"), r"the ledger of silo '\w+' was rolled back"),
         (("ledger.sqlite", "audit-log.sqlite", "state", "seen.sqlite"), None),  # the whole folder: see the page
     ],
-    ids=["ledger and state", "all that seen.sqlite knows of", "all"],
+    ids=["ledger and state", "all but the log", "all but what the site has seen", "all"],
 )
 @pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
 def test_a_running_jobs_budget_is_not_spent_twice(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: tuple[str, ...], words: str | None, rule: bool
 ) -> None:
-    """Put back from a copy of before its rounds, with a server that asks for no records, since the job is not new. The
-    control is a site that looks at neither what it has kept of them nor what its log says was charged: each round is
-    released twice, and charged once."""
+    """Put back from a copy of before its rounds, made since records were countersigned last, with a server that asks
+    for none, since the job is not new. The control is a site that looks at neither what it has kept of them nor what
+    its log says was charged: each round is released twice, and charged once."""
     if not rule:
         monkeypatch.setattr(site_of, "check_seen", lambda *_: None)
+        monkeypatch.setattr(site_job, "hold_to_seen", lambda *_: None)
         monkeypatch.setattr(site_of, "Exchange", lambda *what: Exchange(*what[:4]))
     dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "data_set": "data"}
     made = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"}, privacy=dp)
@@ -434,8 +435,6 @@ def test_a_running_jobs_budget_is_not_spent_twice(
     for _ in range(2):
         carry(found.server.round(), found.exchange)
     for site in found.sites.values():
-        if LOG in back:  # without it the log alone knows of the rounds
-            met_site(world.homes["hub"], site)
         site.close()
     _put_back(world, tmp_path / "copy", *back)
     with nullcontext() if words is None or not rule else pytest.raises(ProtocolError, match=words):
