@@ -18,6 +18,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import os
 import re
 import sqlite3
 import time
@@ -79,6 +80,10 @@ _WITHOUT_ROWID = """SELECT count(*) FROM (SELECT 1 FROM duckdb_columns() WHERE N
 #: What the names of DuckDB's own views begin with.
 _OWN_VIEWS = ("duckdb_", "pragma_", "sqlite_", "pg_")
 _MARKS = ",;\t|"
+#: Cells past the last column that a line of a CSV may have to be shown to DuckDB, and of how many it takes notes.
+_MOST_OVER = 1000
+#: Where a file lies that has no name.
+_COPIES = "/proc/self/fd/"
 #: Rows that a message names.
 _NAMED = 5
 #: SQL for the characters that may stand about a cell's text.
@@ -328,8 +333,9 @@ def _lines_left_out(table: Opened) -> tuple[str, ...]:
         return ()
     by_file: dict[str, list[int]] = {}
     for path, line in found:
-        by_file.setdefault(str(path), []).append(int(line))
-    return tuple(f"'{path}': lines that cannot be read, {_listed(lines)}" for path, lines in by_file.items())
+        name = "a copy in memory" if str(path).startswith(_COPIES) else f"'{path}'"
+        by_file.setdefault(name, []).append(int(line))
+    return tuple(f"{name}: lines that cannot be read, {_listed(lines)}" for name, lines in by_file.items())
 
 
 def code_columns(
@@ -612,7 +618,11 @@ def opened(
     }
     if query is not None:  # on one thread rows come in the same order every time, whatever is joined
         config["threads"] = "1"
-    with _in_other_words(seconds, memory, paths.values()), duckdb.connect(":memory:", config=config) as connection:
+    with (
+        contextlib.ExitStack() as copies,
+        _in_other_words(seconds, memory, paths.values()),
+        duckdb.connect(":memory:", config=config) as connection,
+    ):
         connection.execute("SET enable_progress_bar = false")  # it would go to the standard output
         connection.execute("SET TimeZone = 'UTC'")  # the machine's would decide on which day a time lies
         # A TRY_CAST that is done while a CSV is read is none any more: it fails, or its line counts as unreadable.
@@ -620,11 +630,16 @@ def opened(
         more = ",common_subexpressions,in_clause" if spoilt else ""
         connection.execute(f"SET disabled_optimizers = 'type_pushdown{more}'")
         left_out: list[str] | None = [] if spoilt else None
+        shown = {
+            p: p if left_out is None else copies.enter_context(_with_short_lines(p, left_out)) for p in paths.values()
+        }
         tables = [
-            table for name, path in paths.items() for table in _let_in(connection, name, path, query, seconds, left_out)
+            table
+            for name, path in paths.items()
+            for table in _let_in(connection, name, path, shown[path], query, seconds, left_out)
         ]
         # DuckDB's own files are attached by now, and attached they stay.
-        paths_sql = ", ".join(_quoted(str(p)) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))
+        paths_sql = ", ".join(_quoted(str(shown[p])) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))
         connection.execute(f"SET allowed_paths = [{paths_sql}]")
         connection.execute("SET enable_external_access = false")
         connection.execute("SET lock_configuration = true")
@@ -936,13 +951,14 @@ def _let_in(
     connection: duckdb.DuckDBPyConnection,
     name: str,
     path: Path,
+    shown: Path,
     query: str | None,
     seconds: float,
     left_out: list[str] | None,
 ) -> list[str]:
     """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them.
-    left_out: is told of what cannot be read, and is refused without it."""
-    kind, where, table = _format(path), _quoted(str(path)), _identifier(name)
+    shown: where DuckDB is to read it. left_out: is told of what cannot be read, and is refused without it."""
+    kind, where, table = _format(path), _quoted(str(shown)), _identifier(name)
     if kind == "duckdb":
         connection.execute(f"ATTACH {where} AS {table} (READ_ONLY)")
         held = connection.execute(
@@ -957,13 +973,52 @@ def _let_in(
         columns, mark = _header(path, left_out is not None)
         rows = (
             f"read_csv({where}, auto_detect=false, header=true, delim={_quoted(mark)}, quote='\"', escape='\"', "
-            f"strict_mode=true, null_padding=false, hive_partitioning=false, columns={_texts(columns)}"
-            f"{'' if left_out is None else ', ignore_errors=true, store_rejects=true'})"
+            f"strict_mode=true, null_padding=false, hive_partitioning=false, columns={_texts(columns)})"
         )
+        if left_out is not None:
+            several = f"{rows[:-1]}, ignore_errors=true, store_rejects=true, rejects_limit={_MOST_OVER})"
+            # In parallel it begins a part of 8 MB in quotes, too, where these hold what looks like lines, and loses the
+            # part: an error where none is ignored. One after the other it takes no note of a quote that stays open.
+            rows = f"{several[:-1]}, parallel=false)"
+            if sum(line.count('"') for line in _lines(shown)) % 2:
+                connection.execute(f"SELECT count(*) FROM {several}").fetchall()
     else:
         rows = f"read_parquet({where}, hive_partitioning=false)"
     connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {rows}")
     return [table]
+
+
+@contextmanager
+def _with_short_lines(path: Path, left_out: list[str]) -> Iterator[Path]:
+    """Where DuckDB is to read a file some lines of which cannot be read, as long as this lasts. For each cell of a CSV
+    past the last column it goes through the line anew, and keeps 10 kB of it: one line of 400 kB in such cells took all
+    2 GB, and with them all records. In place of a line with very many marks stands, in a copy in memory, one that has a
+    cell too many, and a quote where the line has an odd number of them. left_out: is told of it."""
+    columns, mark = _header(path, True) if _format(path) == "csv" else ([], ",")
+    most = len(columns) + _MOST_OVER
+    if not columns or not any(len(line) > most < line.count(mark) for line in _lines(path)):
+        yield path
+        return
+    numbers = list[int]()
+    with os.fdopen(os.memfd_create("table", os.MFD_CLOEXEC), "wb") as copy:
+        for number, line in enumerate(_lines(path), 1):
+            if len(line) > most < line.count(mark):
+                numbers.append(number)
+                end = line[len(line.rstrip("\r\n")) :]
+                line = '"' * (line.count('"') % 2) + mark.join("x" * (len(columns) + 1)) + end
+            copy.write(line.encode("latin-1"))
+        copy.flush()
+        left_out.append(f"'{path}': lines of more than {most} cells, {_listed(numbers)}")
+        yield Path(f"{_COPIES}{copy.fileno()}")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Of a file, its bytes as Latin-1, whatever stands in quotes: each up to the mark by which the first one ends; of a
+    very long one parts."""
+    with path.open(encoding="latin-1", newline="") as file:
+        end = "\r" if file.readline(1 << 20).endswith("\r") else "\n"
+    with path.open(encoding="latin-1", newline=end) as file:
+        yield from iter(lambda: file.readline(1 << 22), "")
 
 
 def _header(path: Path, spoilt: bool) -> tuple[list[str], str]:

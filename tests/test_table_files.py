@@ -823,6 +823,48 @@ def test_a_record_that_cannot_be_read_takes_no_other_away(tmp_path: Path, what: 
         read_coded(tmp_path / name, d, query)
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"], ids=["LF", "CR LF", "CR"])
+@pytest.mark.parametrize("cell", [b"1", b'"1"'], ids=["", "quoted"])
+def test_a_line_of_very_many_cells_takes_no_other_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bytes, cell: bytes
+) -> None:
+    """Of each cell past the last column DuckDB keeps 10 kB. Scaled down, to a thirtieth of the memory. The control is
+    a file that DuckDB is shown as it is: all records are out."""
+    d, path = Dictionary({"a": Column("number"), "b": Column("integer")}), tmp_path / "t.csv"
+    lines = [b"%r,%d" % row for row in _GOOD]
+
+    def kept(at: int, last: bytes = end) -> list[float]:
+        path.write_bytes(end.join([b"a,b", *lines[:at], b",".join([cell] * 7000), *lines[at:]]) + last)
+        found = read_coded(path, d, spoilt="", memory="64MB")
+        assert "lines of more than 1002 cells" in found.spoilt[0]
+        return [float(a) for a in found.columns["a"]]
+
+    for at in (0, 3, 6):
+        assert kept(at) == [a for a, _ in _GOOD]
+    assert kept(6, b"") == [a for a, _ in _GOOD]
+    monkeypatch.setattr(tables, "_MOST_OVER", 10**6)
+    with pytest.raises(DataError, match="more than 64MB of memory"):
+        kept(3)
+
+
+def test_a_cell_of_several_lines_takes_no_other_away_wherever_it_stands(tmp_path: Path) -> None:
+    """DuckDB cuts a file into parts of 8 MB. The control is its reading in parallel, which begins the second part
+    within the cell: lines of that are counted, and all rows of the part are lost."""
+    row, path = b"1.00000000000000000000000000000000000000000000,x,2", tmp_path / "t.csv"
+    cell = b'1,"' + b"\n".join([b"7.00000000000000000000000000000000000000000000,y,7"] * 20) + b'\n",2'
+    before = (8_000_000 - len(cell) // 2) // (len(row) + 1)
+    path.write_bytes(b"\n".join([b"a,c,b", *[row] * before, cell, *[row] * before]) + b"\n")
+    found = read_coded(path, Dictionary({"a": Column("number"), "b": Column("integer")}), spoilt="")
+    assert set(found.columns["b"]) == {2}
+    assert found.read == 2 * before + 1
+    columns = "columns={a: 'VARCHAR', c: 'VARCHAR', b: 'VARCHAR'}, ignore_errors=true, store_rejects=true"
+    sql = f"SELECT b, count(*) FROM read_csv('{path}', auto_detect=false, header=true, {columns}) GROUP BY b"
+    with duckdb.connect() as connection:
+        found_there = dict(connection.execute(sql).fetchall())
+    assert found_there["2"] < 1.1 * before
+    assert found_there["7"] > 0
+
+
 @pytest.mark.parametrize(
     "query",
     [
