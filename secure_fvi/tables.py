@@ -23,6 +23,7 @@ import re
 import sqlite3
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,10 +81,8 @@ _WITHOUT_ROWID = """SELECT count(*) FROM (SELECT 1 FROM duckdb_columns() WHERE N
 #: What the names of DuckDB's own views begin with.
 _OWN_VIEWS = ("duckdb_", "pragma_", "sqlite_", "pg_")
 _MARKS = ",;\t|"
-#: Cells past the last column that a line of a CSV may have to be shown to DuckDB, and of how many it takes notes.
-_MOST_OVER = 1000
-#: Where a file lies that has no name.
-_COPIES = "/proc/self/fd/"
+#: Of a record of a CSV under privacy of records: lines and characters at most. DuckDB takes 2 MB.
+_MOST_LINES, _MOST_CHARACTERS = 64, 1 << 19
 #: Rows that a message names.
 _NAMED = 5
 #: SQL for the characters that may stand about a cell's text.
@@ -321,21 +320,7 @@ def check_table(
     cannot be read at all or lacks a column. spoilt: as of `opened`."""
     with opened(files, query, memory, seconds, spoilt) as table:
         found = _checked(table, dictionary, only, not spoilt)
-        return found._replace(spoilt=(*table.left_out, *_lines_left_out(table))) if spoilt else found
-
-
-def _lines_left_out(table: Opened) -> tuple[str, ...]:
-    """Of CSV files: which lines DuckDB could not read, without their content."""
-    sql = "SELECT DISTINCT file_path, line FROM reject_errors JOIN reject_scans USING (scan_id, file_id) ORDER BY ALL"
-    try:
-        found = table.connection.execute(sql).fetchall()
-    except Exception:  # no CSV was read, and there are no such tables
-        return ()
-    by_file: dict[str, list[int]] = {}
-    for path, line in found:
-        name = "a copy in memory" if str(path).startswith(_COPIES) else f"'{path}'"
-        by_file.setdefault(name, []).append(int(line))
-    return tuple(f"{name}: lines that cannot be read, {_listed(lines)}" for name, lines in by_file.items())
+        return found._replace(spoilt=tuple(table.left_out)) if spoilt else found
 
 
 def code_columns(
@@ -578,7 +563,7 @@ def _renumbered(
 @dataclasses.dataclass(frozen=True)
 class Opened:
     """Tables that were let in. rows: SQL for the rows in use, with columns c0, c1, ...; types: DuckDB's, by name;
-    left_out: what could not be read before the query saw it, but for lines of a CSV."""
+    left_out: what could not be read before the query saw it."""
 
     connection: duckdb.DuckDBPyConnection
     rows: str
@@ -631,7 +616,7 @@ def opened(
         connection.execute(f"SET disabled_optimizers = 'type_pushdown{more}'")
         left_out: list[str] | None = [] if spoilt else None
         shown = {
-            p: p if left_out is None else copies.enter_context(_with_short_lines(p, left_out)) for p in paths.values()
+            p: p if left_out is None else copies.enter_context(_readable(p, seconds, left_out)) for p in paths.values()
         }
         tables = [
             table
@@ -971,17 +956,13 @@ def _let_in(
         return _copied(connection, name, path, query, seconds, left_out)
     if kind == "csv":
         columns, mark = _header(path, left_out is not None)
+        # In parallel it begins a part of 8 MB in quotes, too, where these hold what looks like lines, and fails. One
+        # after the other it takes no note of a quote that stays open, of which `_readable` leaves none.
         rows = (
             f"read_csv({where}, auto_detect=false, header=true, delim={_quoted(mark)}, quote='\"', escape='\"', "
-            f"strict_mode=true, null_padding=false, hive_partitioning=false, columns={_texts(columns)})"
+            "strict_mode=true, null_padding=false, hive_partitioning=false, "
+            f"parallel={'true' if left_out is None else 'false'}, columns={_texts(columns)})"
         )
-        if left_out is not None:
-            several = f"{rows[:-1]}, ignore_errors=true, store_rejects=true, rejects_limit={_MOST_OVER})"
-            # In parallel it begins a part of 8 MB in quotes, too, where these hold what looks like lines, and loses the
-            # part: an error where none is ignored. One after the other it takes no note of a quote that stays open.
-            rows = f"{several[:-1]}, parallel=false)"
-            if sum(line.count('"') for line in _lines(shown)) % 2:
-                connection.execute(f"SELECT count(*) FROM {several}").fetchall()
     else:
         rows = f"read_parquet({where}, hive_partitioning=false)"
     connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {rows}")
@@ -989,36 +970,94 @@ def _let_in(
 
 
 @contextmanager
-def _with_short_lines(path: Path, left_out: list[str]) -> Iterator[Path]:
-    """Where DuckDB is to read a file some lines of which cannot be read, as long as this lasts. For each cell of a CSV
-    past the last column it goes through the line anew, and keeps 10 kB of it: one line of 400 kB in such cells took all
-    2 GB, and with them all records. In place of a line with very many marks stands, in a copy in memory, one that has a
-    cell too many, and a quote where the line has an odd number of them. left_out: is told of it."""
-    columns, mark = _header(path, True) if _format(path) == "csv" else ([], ",")
-    most = len(columns) + _MOST_OVER
-    if not columns or not any(len(line) > most < line.count(mark) for line in _lines(path)):
+def _readable(path: Path, seconds: float, left_out: list[str]) -> Iterator[Path]:
+    """Where DuckDB is to read a file some lines of which cannot be read, as long as this lasts: of a CSV a copy in
+    memory, of the records that can be read, in their order. DuckDB's own reader can leave lines out, but not each for
+    itself: an open quote took all lines behind it, one of very many cells all memory, and with it all records.
+    left_out: is told of the others' lines."""
+    if _format(path) != "csv":
         yield path
         return
-    numbers = list[int]()
-    with os.fdopen(os.memfd_create("table", os.MFD_CLOEXEC), "wb") as copy:
-        for number, line in enumerate(_lines(path), 1):
-            if len(line) > most < line.count(mark):
+    columns, mark = _header(path, True)
+    until, numbers = time.monotonic() + seconds, list[int]()
+    with os.fdopen(os.memfd_create("table", os.MFD_CLOEXEC), "w", encoding="utf-8", newline="") as copy:
+        rows = csv.writer(copy, delimiter=mark, lineterminator="\n", quoting=csv.QUOTE_ALL)
+        rows.writerow(columns)
+        for number, cells in _records(path, mark, len(columns)):
+            if cells is None:
                 numbers.append(number)
-                end = line[len(line.rstrip("\r\n")) :]
-                line = '"' * (line.count('"') % 2) + mark.join("x" * (len(columns) + 1)) + end
-            copy.write(line.encode("latin-1"))
+            else:
+                rows.writerow(cells)
+            if number % 1024 == 0 and time.monotonic() > until:
+                raise DataError(f"reading it takes more than {seconds:g} seconds")
         copy.flush()
-        left_out.append(f"'{path}': lines of more than {most} cells, {_listed(numbers)}")
-        yield Path(f"{_COPIES}{copy.fileno()}")
+        if numbers:
+            left_out.append(f"'{path}': lines that cannot be read, {_listed(numbers)}")
+        yield Path(f"/proc/self/fd/{copy.fileno()}")
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Of a file, its bytes as Latin-1, whatever stands in quotes: each up to the mark by which the first one ends; of a
-    very long one parts."""
+def _records(path: Path, mark: str, width: int) -> Iterator[tuple[int, list[str] | None]]:
+    """Of a CSV behind its header: at which line a record begins, and its `width` cells, or None where it cannot be
+    read. Where no record begins that ends within `_MOST_LINES`, that line alone is left out, and the next begins anew:
+    how others are read follows from a record only if it was not written by the rules of quotes, and then for those
+    lines at most."""
     with path.open(encoding="latin-1", newline="") as file:
         end = "\r" if file.readline(1 << 20).endswith("\r") else "\n"
-    with path.open(encoding="latin-1", newline=end) as file:
-        yield from iter(lambda: file.readline(1 << 22), "")
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline=end) as file:
+        header = csv.reader(iter(file.readline, ""), delimiter=mark)
+        next(header, None)
+        number, ahead = header.line_num + 1, deque[str | None]()  # None: a line that is too long
+
+        def fill(lines: int) -> bool:
+            while len(ahead) < lines and (line := file.readline(_MOST_CHARACTERS)):
+                whole = line.endswith(end) or len(line) < _MOST_CHARACTERS
+                ahead.append(line if whole else None)
+                while not whole:
+                    line = file.readline(_MOST_CHARACTERS)
+                    whole = line.endswith(end) or not line
+            return len(ahead) >= lines
+
+        def from_here() -> Iterator[str]:
+            characters = 0
+            for at in range(_MOST_LINES):
+                line = ahead[at] if fill(at + 1) else None
+                if line is None or characters + len(line) > _MOST_CHARACTERS:
+                    return
+                characters += len(line)
+                yield line
+
+        while fill(1):
+            cells, lines = _record(ahead[0], from_here(), mark)
+            if cells == [] and width == 1:
+                cells = [""]  # a blank line is no record, but of one column a gap
+            if cells != []:
+                yield number, cells if cells and len(cells) == width and _is_text(cells) else None
+            number += lines
+            for _ in range(lines):
+                ahead.popleft()
+
+
+def _record(line: str | None, lines: Iterator[str], mark: str) -> tuple[list[str] | None, int]:
+    """The cells of the record that begins with `line`, the first of `lines`, and how many of these it has."""
+    if line is None:
+        return None, 1
+    if '"' not in line and len(line) <= csv.field_size_limit():
+        bare = line.rstrip("\r\n")
+        return (None if "\r" in bare or "\n" in bare else bare.split(mark) if bare else []), 1
+    reader = csv.reader(lines, delimiter=mark, strict=True, skipinitialspace=True)
+    try:
+        return next(reader), reader.line_num
+    except (csv.Error, StopIteration):
+        return None, 1
+
+
+def _is_text(cells: list[str]) -> bool:
+    """Whether the bytes of all were UTF-8."""
+    try:
+        "".join(cells).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _header(path: Path, spoilt: bool) -> tuple[list[str], str]:
