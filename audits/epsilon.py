@@ -30,6 +30,7 @@ from torch import Tensor
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum
 from secure_fvi.algorithms.base import CLIP, Broadcast, Pending, Problem, ServerProgram, SiloProgram, Step
+from secure_fvi.algorithms.natural import packed_size, unpack
 from secure_fvi.algorithms.sfvi import SFVI, WarmStart
 from secure_fvi.algorithms.vertical.vertical import HIDDEN_PHASE
 from secure_fvi.audits.base import (
@@ -68,7 +69,8 @@ ONE_RUN_ROUNDS, ROUNDS = 12, 3
 LOOKS = (0.25, 0.5, 1.0)
 #: The noise of the fault whose chance to be found each row tells.
 FAULT = 0.5
-_KINDS: tuple[Kind, ...] = ("dirac", "real")
+#: Kinds of canary, and what each is called before "record" or "silo".
+_KINDS: dict[Kind, str] = {"dirac": "Dirac", "real": "real", "aimed": "real"}
 _METHODS: dict[Method, str] = {
     "clopper-pearson": "Clopper-Pearson",
     "gaussian": "Gaussian DP",
@@ -80,7 +82,7 @@ Told = Callable[[str], None]
 
 def work(runs: int) -> int:
     """How often `told` will be called, at most."""
-    return 2 + 2 * len(_KINDS) * runs
+    return 2 + (2 * len(_KINDS) + 1) * runs
 
 
 def why_not(model: FederatedModel | Columns, algorithm: Any, silos: Sequence[Data], privacy: DP) -> str | None:
@@ -107,7 +109,7 @@ def epsilon_rows(
     """Rows of the attack under `privacy`, noise planned for `rounds` rounds without retries.
 
     runs: of each game with one canary, half of them with it; fewer where a claim is contradicted before. Canaries of
-    one run are for SFVI, and the real canary for all but vertical runs. Raises InputError for what no run takes, for
+    one run are for SFVI, and real canaries for all but vertical runs. Raises InputError for what no run takes, for
     fewer than 20 runs, and for data that are neither made nor released for an audit.
     """
     if runs < 20:
@@ -121,7 +123,7 @@ def epsilon_rows(
     rows = []
     if settings.by_gradients:
         rows += _one_run_rows(replace(settings, rounds=max(rounds, ONE_RUN_ROUNDS)), told)
-    for kind in _KINDS[:1] if isinstance(model, Columns) else _KINDS:
+    for kind in list(_KINDS)[: 1 if isinstance(model, Columns) else None]:
         rows += _several_runs_rows(settings, kind, runs, told)
     return rows
 
@@ -164,7 +166,7 @@ def _one_run_rows(setting: Setting, told: Told) -> list[AuditRow]:
 def _several_runs_rows(setting: Setting, kind: Kind, runs: int, told: Told) -> list[AuditRow]:
     """Looked at after a few runs and again after more, and at an end where the claim is contradicted."""
     game = InOrOut(setting, kind)
-    what = f"{'Dirac' if kind == 'dirac' else 'real'} {setting.privacy.unit} in or out"
+    what = f"{_KINDS[kind]} {setting.privacy.unit} in or out" + (", aiming server" if kind == "aimed" else "")
     delta, claimed = setting.privacy.delta, float(game.claim["epsilon"])
     methods = [m for m in _METHODS if m == "clopper-pearson" or not setting.sampled]
     found, made = Scores(np.zeros(0), np.zeros(0)), 0
@@ -174,6 +176,12 @@ def _several_runs_rows(setting: Setting, kind: Kind, runs: int, told: Told) -> l
         if max(b.epsilon for b in best.values()) > claimed:
             break
     control = game.scores(range(made), 0.0, lambda: told(f"{what}, {_words(0.0)}"))
+    beside: dict[str, dict[str, Any]] = {}
+    if kind == "aimed":  # the same canary where the server does what it is there for
+        other = InOrOut(setting, "real", *game.target)
+        scores = other.scores(range(made), each=lambda: told(f"{what}: the same without aim"))
+        plain = {method: bound(*scores, delta, method).epsilon for method in best}
+        beside = {method: {"without_aim": proved, "moves": game.moves} for method, proved in plain.items()}
     return [
         _row(
             f"{what}, {_METHODS[method]}",
@@ -194,6 +202,7 @@ def _several_runs_rows(setting: Setting, kind: Kind, runs: int, told: Told) -> l
             **({} if b.rates is None else {"rates": b.rates._asdict()}),
             **({} if b.mu is None else {"mu": b.mu}),
             **({"normal_p": normal_p(found)} if method == "normal" else {}),
+            **beside.get(method, {}),
         )
         for method, b in best.items()
     ]
@@ -456,6 +465,8 @@ _IN_EVERY_ROUND: dict[str, Any] = {"participation": 1.0, "warm_start": WarmStart
 
 #: What the adversary sees of a round: the broadcast and the released total (shared + side,), in natural units.
 Watch = Callable[[Broadcast, FloatArray], None]
+#: What a server says in place of a broadcast.
+Aim = Callable[[Broadcast], Broadcast]
 
 
 def inert_coordinates(problem: Problem) -> npt.NDArray[np.int64]:
@@ -567,10 +578,16 @@ class Rig:
         self.terms: Terms = self._program.terms[self.phase]
 
     def run(
-        self, key: str, watch: Watch, noise: float = 1.0, programs: Mapping[str, Callable[[SiloProgram], Any]] = {}
+        self,
+        key: str,
+        watch: Watch,
+        noise: float = 1.0,
+        programs: Mapping[str, Callable[[SiloProgram], Any]] = {},
+        aim: Aim | None = None,
     ) -> None:
         """A whole run. `noise`: a factor on the noise behind the claim's back, for controls. `programs` stand in front
-        of the real ones of the silos that they name; what passes them meets the real gate."""
+        of the real ones of the silos that they name; what passes them meets the real gate. `aim`: what a server says
+        in place of its first question, in every round."""
         server, silos, of = self.server, self.engine.silos, self._program
         source = NoiseSource(self._secret + key.encode())
 
@@ -582,8 +599,9 @@ class Rig:
             build_guards(list(silos), of.tables, t, "audit", Books(), source).gates
             for t in (terms, with_noise(of.terms, 0.0))
         )
-        idle = len(programs) == len(silos)  # no canary listens to what the server makes of a total
-        server.program = _Watched(of, terms, watch, idle)
+        # No canary listens to what the server makes of a total, and who aims makes nothing of it.
+        idle = len(programs) == len(silos) or aim is not None
+        server.program = _Watched(of, terms, watch, idle, aim)
         server._noise = _Counted(self._secret + key.encode(), server.state.last_index)
         clip = self.terms.settings.clipping_norm
         server.state = server.state._replace(algorithm=of.init(), accepted={}, answered={}, records=None, clip=clip)
@@ -630,16 +648,19 @@ class _Counted(NoiseSource):
 
 class _Watched:
     """A server's program that shows the adversary what it is given; `terms` may differ from those that were agreed.
-    idle: it counts rounds and makes nothing of what it is given."""
+    idle: it counts rounds and makes nothing of what it is given. aim: what it says instead."""
 
-    def __init__(self, inner: ServerProgram, terms: Mapping[str, Terms], watch: Watch, idle: bool) -> None:
+    def __init__(
+        self, inner: ServerProgram, terms: Mapping[str, Terms], watch: Watch, idle: bool, aim: Aim | None
+    ) -> None:
         self._inner, self.terms, self._watch, self._idle, self._done = inner, terms, watch, idle, 0
+        self._aim = aim or (lambda said: said)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        said = self._inner.broadcast(state, index, accepted)
+        said = self._aim(self._inner.broadcast(state, index, accepted))
         return said._replace(round=self._done) if self._idle else said
 
     def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
@@ -782,7 +803,12 @@ def _free(phase: str, index: int) -> None:
 # work for it and leave their noise out: under noise = "silo" all but the canary's. It adds up log-likelihood ratios of
 # Gaussian noise: the most powerful score where the noise is Gaussian.
 
-Kind = Literal["dirac", "real"]
+# A server that aims names, in place of its own, the point at which the canary moves the silo's clipped sum most: it
+# makes nothing of what it is told, and the checks of silos let every point pass.
+
+Kind = Literal["dirac", "real", "aimed"]
+#: How far it looks for a point, in sds of q, and in how many directions at random besides the canary's own.
+_REACHES, _WAYS = (1.0, 3.0, 10.0, 30.0, 100.0), 6
 
 
 class Scores(NamedTuple):
@@ -885,17 +911,18 @@ class InOrOut:
 
     kind "dirac": of the first silo, a record's vector along the first coordinate or a silo's along all. kind "real": a
     record in or out of its silo's data, by default the one whose gradient is longest at the start; or a silo's own
-    contribution in or out of the sum.
+    contribution in or out of the sum. kind "aimed": the same, of an ordinary record, where the server asks about a
+    point that it chose for it.
     """
 
     def __init__(self, setting: Setting, kind: Kind, silo: int = 0, record: int | None = None) -> None:
         self.setting, self.kind, self._by_silo = setting, kind, setting.privacy.unit == "silo"
         self._rate = setting.rate
         worlds = [list(setting.silos)] * 2
-        if kind == "real":
+        if kind != "dirac":
             if not self._by_silo:
                 if record is None:
-                    silo, record = _longest(setting)
+                    silo, record = _by_gradient(setting, longest=kind == "real")
                 pair = _moved_last(setting.silos[silo], record)
                 worlds = [[d if j == silo else kept for j, kept in enumerate(setting.silos)] for d in pair[::-1]]
             self._shadows = [Shadow(setting, worlds[0], only=[j for j in range(len(worlds[0])) if j != silo])]
@@ -910,7 +937,11 @@ class InOrOut:
         without = Rig(setting, worlds[0], colluders)
         same = kind == "dirac" or self._by_silo
         self._worlds = (without, without if same else Rig(setting, worlds[1], colluders))
-        self._silo = f"silo-{silo + 1}"
+        self._silo, self._aim = f"silo-{silo + 1}", None
+        #: Silo and place of the canary.
+        self.target = silo, record
+        if kind == "aimed":
+            self._aim, self.moves = _aimed(setting, worlds, silo)
 
     @property
     def claim(self) -> dict[str, Any]:
@@ -944,7 +975,7 @@ class InOrOut:
     def _play(self, key: str, seed: int, inside: bool, noise: float) -> list[Seen]:
         rig, found = self._worlds[inside], list[Seen]()
         programs: dict[str, Callable[[SiloProgram], Any]] = {}
-        if self.kind == "real":
+        if self.kind != "dirac":
             for shadow in self._shadows:
                 shadow.start()
             if self._by_silo and not inside:
@@ -961,12 +992,12 @@ class InOrOut:
 
         def watch(message: Broadcast, total: FloatArray) -> None:
             sd = rig.noise_sd * clip_of(message, rig.terms)
-            found.append(Seen(*(self._unexplained if self.kind == "real" else self._along)(rig, message, total), sd))
+            found.append(Seen(*(self._along if self.kind == "dirac" else self._unexplained)(rig, message, total), sd))
             for silo in rig.engine.silos.values() if self.kind == "dirac" else ():
                 if len(silo.program.kept):  # charged as if everyone saw it
                     found.append(Seen(silo.program.kept + sign(message) / 2, np.zeros(1), rig.terms.noise_multiplier))
 
-        rig.run(key, watch, noise, programs)
+        rig.run(key, watch, noise, programs, self._aim)
         return found
 
     def power(self, factor: float, runs: int, method: Method) -> float:
@@ -1028,19 +1059,67 @@ def _moved_last(data: Data, record: int) -> tuple[Data, Data]:
     return {n: v[[*others, record]] for n, v in data.items()}, {n: v[others] for n, v in data.items()}
 
 
-def _longest(setting: Setting) -> tuple[int, int]:
-    """Silo and place of the record with the longest gradient at the first broadcast."""
+def _by_gradient(setting: Setting, longest: bool) -> tuple[int, int]:
+    """Silo and place of the record with the longest gradient at the first broadcast, or with one of median length."""
     pooled(setting.silos)  # refuses arguments that have no row a record
     algorithm = setting.algorithm if setting.by_gradients else SFVI()
     setting = replace(setting, algorithm=algorithm, privacy=_any_noise(setting.privacy))
     shadow = Shadow(setting, setting.silos, only=range(len(setting.silos)), always=True)
     norms = shadow.record_norms(_first_broadcast(setting))
-    at, sizes = int(norms.argmax()), [len(next(iter(s.values()))) for s in setting.silos]
+    at = int(norms.argsort()[-1 if longest else len(norms) // 2])
+    sizes = [len(next(iter(s.values()))) for s in setting.silos]
     for silo, size in enumerate(sizes):
         if at < size:
             return silo, at
         at -= size
     raise AssertionError("unreachable")
+
+
+def _aimed(setting: Setting, worlds: Sequence[Sequence[Data]], silo: int) -> tuple[Aim, tuple[float, float]]:
+    """The point at which the silo's clipped sum, of its state at the start, differs most between two worlds (a silo's
+    own from nothing), of some along the difference at the server's own point and some at random; and by how much it
+    differs at the server's own point and there, in clipping norms."""
+    free = replace(setting, privacy=_any_noise(setting.privacy))
+    by_silo = setting.privacy.unit == "silo"
+    shadows = [Shadow(free, w, only=[silo], always=free.sampled) for w in worlds[: 1 if by_silo else 2]]
+    server, _, _ = free.parties(free.silos)
+    first: Broadcast = server.program.broadcast(server.state.algorithm, 1, {})
+    posterior = server.program.posterior(server.state.algorithm)
+    centre, sd = posterior.eta["loc"], posterior.family.stddev(posterior.eta)
+
+    def moved(message: Broadcast) -> FloatArray:
+        found = []
+        for shadow in shadows:
+            shadow.start()
+            found.append(shadow.total(message) / clip_of(message, shadow.terms))
+        return np.nan_to_num(found[-1] - (0 if by_silo else found[0]))
+
+    own = moved(first)
+    ways = torch.randn(_WAYS, len(centre), generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    along = torch.from_numpy(own[: len(centre)].copy()) / sd.to("cpu", torch.float64)
+    ways = torch.cat([torch.stack([along, -along]), ways])
+    points = [centre + reach * sd * (way / way.norm().clamp(min=1e-12)).to(sd) for reach in _REACHES for way in ways]
+    far = [float(np.linalg.norm(moved(_naming(first, point)))) for point in points]
+    best, before = int(np.argmax(far)), float(np.linalg.norm(own))
+    if far[best] <= before:
+        return lambda said: said, (before, before)
+    return functools.partial(_naming, point=points[best]), (before, far[best])
+
+
+def _naming(message: Broadcast, point: Tensor) -> Broadcast:
+    """The same question about another point: of z_G, or of where q is."""
+    tensors = dict(message.tensors)
+    if "z_global" in tensors:
+        centre = tensors["z_global"] - tensors["shift"]
+        tensors |= {"z_global": point.to(centre), "shift": point.to(centre) - centre}
+    elif "q" in tensors:
+        n = len(tensors["units"])
+        q = unpack(tensors["q"], n, len(tensors["q"]) == packed_size(n, True))
+        at = point.to(q.precision)
+        tensors["q"] = q._replace(shift=q.precision @ at if q.full else q.precision * at).pack()
+    else:
+        tensors["eta/loc"] = point.to(tensors["eta/loc"])
+    return message._replace(tensors=tensors)
 
 
 def _first_broadcast(setting: Setting) -> Broadcast:

@@ -279,6 +279,41 @@ def test_planted_faults_are_found(case: str, planted: Callable[..., None], monke
     assert proved(game) > game.claim["epsilon"]
 
 
+def aiming(case: str) -> tuple[float, float, float, tuple[float, float]]:
+    """What is proved with and without aim, what is claimed, and how far the same canary moves a sum by either."""
+    game = InOrOut(audited(case), "aimed")
+    return proved(game), proved(InOrOut(game.setting, "real", *game.target)), game.claim["epsilon"], game.moves
+
+
+def test_a_server_that_aims_proves_more_of_an_ordinary_record_and_no_more_than_is_claimed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It finds a point at which the record is as loud as any. The control: with the clip forgotten it proves more than
+    is claimed, and who asks about the points of the fit does not."""
+    aimed, plain, claim, (before, after) = aiming("sfvi record")
+    print(f"sfvi record: {aimed:.2f} with aim, {plain:.2f} without, of {claim:.2f}; moves {before:.2f}, {after:.2f}")
+    assert before < 0.9 < 0.999 < after <= 1.0
+    assert 1.2 * plain < aimed <= claim
+    forget_to_clip(monkeypatch)
+    aimed, plain, claim, (before, after) = aiming("sfvi record")
+    assert after > 1.3
+    assert plain < claim < aimed
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:site 'weight' does not reach")
+@pytest.mark.parametrize("case", ["sfvi silo", "pvi record", "pvi silo", "sfvi-avg silo", "fedvi silo", "fedavg silo"])
+def test_aim_against_others_is_held_by_the_clip(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    aimed, plain, claim, (before, after) = aiming(case)
+    print(f"{case}: {aimed:.2f} with aim, {plain:.2f} without, of {claim:.2f}; moves {before:.3f}, {after:.3f}")
+    assert before <= after <= 1.001
+    assert aimed <= claim
+    forget_to_clip(monkeypatch)
+    aimed, plain, _, (before, after) = aiming(case)
+    print(f"    no clip: {aimed:.2f} with aim, {plain:.2f} without; moves {before:.3f}, {after:.3f}")
+    assert aimed > claim or after < 1.001  # or there is nothing to clip
+
+
 def test_a_fault_of_later_rounds_is_found_by_an_audit_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     clipped = gate_module._clipped
     begun = gate_module.Gate.begin
@@ -437,7 +472,7 @@ def test_rows() -> None:
     privacy, algorithm = sf.RecordDP(epsilon=1.0), sf.SFVI(sampling_rate=0.5)
     rows = epsilon_rows(MODEL, algorithm, people(), privacy, simulated=True, runs=60, rounds=2, told=told.append)
     assert len(told) == work(60)
-    assert [row.detail["method"] for row in rows] == ["one run", "clopper-pearson", "clopper-pearson"]
+    assert [row.detail["method"] for row in rows] == ["one run", *["clopper-pearson"] * 3]
     for row in rows:
         is_a_row_of_its_claim(row)
     assert rows[0].valid
@@ -448,7 +483,7 @@ def test_the_gaussian_method_is_kept_for_gaussian_mechanisms() -> None:
     privacy = sf.SiloDP(epsilon=1.0, noise="server")
     rows = epsilon_rows(MODEL, sf.SFVI(sampling_rate=0.5), people(), privacy, simulated=True, runs=40, rounds=2)
     gaussian = [row for row in rows if "gaussian" in row.detail["method"]]
-    assert len(gaussian) == 3
+    assert len(gaussian) == 4
     assert all("Gaussian" in row.detail["assumption"] and row.valid for row in gaussian)
 
 
