@@ -16,6 +16,7 @@ import torch
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.aggregation.homomorphic import Homomorphic
+from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits.base import (
     CONFIDENCE,
     CONTROL_CONFIDENCE,
@@ -79,13 +80,19 @@ class LatentStudies:
         """`individuals`: silos of one record in each of two worlds. `trials`: runs of the game."""
         self.bench, self.told = bench, told
         self.individuals, self.trials = individuals, trials
-        self._samples: dict[tuple[str, str, int], Sample] = {}
+        self._samples: dict[tuple[str, str, int, bool], Sample] = {}
         self._plays: dict[str, Plays] = {}
 
     def latents(self, protection: Protection) -> list[AuditRow]:
-        """The means of silos' latents at the configuration's own sizes."""
-        found, control = self._at_own_sizes(protection), self._at_own_sizes(PLAIN)
-        return rows(protection.name, found, control, worlds=self.bench.worlds, rounds=self.bench.rounds)
+        """The means of silos' latents at the configuration's own sizes, from the rounds that worlds show and from those
+        at a run's other end."""
+        other = "first rounds" if isinstance(self.bench.full, SFVI) else "late rounds"
+        out = []
+        for end in (False, True):
+            found, control = (self._at_own_sizes(p, end) for p in (protection, PLAIN))
+            told = rows(protection.name, found, control, worlds=self.bench.worlds, rounds=self.bench.rounds)
+            out += _renamed(told, f"latents, {other}") if end else told
+        return out
 
     def one_by_one(self, protection: Protection) -> list[AuditRow]:
         """Silos of one individual."""
@@ -94,8 +101,11 @@ class LatentStudies:
         found, control = (by_silo(self._sample(p, sizes, 0).hinted(own)) for p in (protection, PLAIN))
         return _renamed(rows(protection.name, found, control, rounds=self.bench.rounds), "individuals")
 
-    def _at_own_sizes(self, protection: Protection) -> Sample:
-        return self._sample(protection, self.bench.sizes, 0).hinted(self._sample(PLAIN, self.bench.sizes, OWN))
+    def _at_own_sizes(self, protection: Protection, other_end: bool) -> Sample:
+        found, own = (
+            self._sample(p, self.bench.sizes, at, other_end=other_end) for p, at in ((protection, 0), (PLAIN, OWN))
+        )
+        return found.hinted(own)
 
     def by_size(self) -> list[AuditRow]:
         """Records and silos' means by the size of a silo, under plain sums; silos of a few are groups by themselves."""
@@ -109,11 +119,13 @@ class LatentStudies:
         wanted = ("silo mean, messages and totals", "single records, messages and totals")
         return _renamed([row for row in out if row.attack.endswith(wanted)], "by size of a silo")
 
-    def _sample(self, protection: Protection, sizes: list[int], first: int, worlds: int | None = None) -> Sample:
-        key = (protection.name, str(sizes), first)
+    def _sample(
+        self, protection: Protection, sizes: list[int], first: int, worlds: int | None = None, other_end: bool = False
+    ) -> Sample:
+        key = (protection.name, str(sizes), first, other_end)
         if key not in self._samples:
             count = worlds or (2 if max(sizes) == 1 else self.bench.worlds)
-            laboratory = self.bench.laboratory(protection, count * len(sizes))
+            laboratory = self.bench.laboratory(protection, count * len(sizes), other_end=other_end)
             what = f"{protection.name}: worlds of {len(sizes)} silos"
             self._samples[key] = collect(
                 laboratory,

@@ -312,7 +312,7 @@ def _inversion(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
 ATTACKS: dict[str, Entry] = {
     "latents": Entry(
         "ridge regression from messages and totals to the means of silos' latents",
-        _each(lambda s, p: s.studies.latents(p)), _worlds, _with_latents,
+        _each(lambda s, p: s.studies.latents(p)), lambda s, found: 2 * _worlds(s, found), _with_latents,
     ),
     "individuals": Entry(
         "ridge regression where a silo is one individual",

@@ -84,16 +84,18 @@ class Laboratory:
         worlds: int,
         late: LateStart | None = None,
         targets: LateStart | None = None,
+        unseen: int = 0,
         simulated: bool,
         real_data: bool = False,
     ) -> None:
         """`worlds`: about how many runs it will make. `late`: where each begins, if not at the algorithm's start.
+        `unseen`: the first so many rounds are not recorded.
         `targets`: whose latents the attacks are after, if not those that the run itself ends with: a few rounds of
         SFVI-Avg or PVI leave these far from where they will be."""
         self.model, self.aggregation, self.privacy = model, aggregation, privacy
         self.algorithm = Shared(algorithm, worlds)
         self._simulated, self._real_data = simulated, real_data
-        self._late, self._targets = late, targets
+        self._late, self._targets, self._unseen = late, targets, unseen
 
     def run(self, silos: Sequence[Data], seed: int) -> Outcome:
         """A whole run. The silos' draws, and on simulated data the noise, follow from `seed`; masks never do."""
@@ -104,8 +106,11 @@ class Laboratory:
         )  # fmt: skip
         if self._late is not None:
             self._late.apply(server, list(engine.silos.values()))
+        rounds = Run(Parties(server, engine, guards), lambda _: None)
+        while server.rounds < self._unseen:
+            next(rounds)
         recorder = Recorder(server, engine, self.aggregation.kind, simulated=self._simulated, real_data=self._real_data)
-        for _ in Run(Parties(server, engine, guards), lambda _: None):
+        for _ in rounds:
             pass
         latents = {name: self._latents(silo, server) for name, silo in engine.silos.items()}
         return Outcome(recorder.transcript(), latents, server.problem.layout)
@@ -373,7 +378,8 @@ class Recorder:
 # ----
 # Where worlds of attacks on one configuration come from: its records, its sizes, and laboratories for each protection.
 #
-# Worlds of SFVI begin late in a run (`late`), those of other algorithms at their first round.
+# Worlds of SFVI begin late in a run (`late`), those of other algorithms at their first round; at its other end, those
+# of SFVI begin at the first round, and of others the last third of a longer run is seen.
 
 
 class Protection(NamedTuple):
@@ -440,18 +446,22 @@ class Workbench:
             self._late = LateStart(self.model, config, elsewhere, 8 * self.worlds, pool=self.pool)
         return self._late
 
-    def laboratory(self, protection: Protection, worlds: int | None = None, own_latents: bool = False) -> Laboratory:
+    def laboratory(
+        self, protection: Protection, worlds: int | None = None, own_latents: bool = False, other_end: bool = False
+    ) -> Laboratory:
         """Under `protection`. The latents that worlds tell are those of a settled fit, since what moves a short run
         moves its own latents, too; with `own_latents` those that each run ends with."""
         sfvi = isinstance(self.full, SFVI)
+        unseen = 2 * self.rounds if other_end and not sfvi else 0
         return Laboratory(
             self.model,
-            self.algorithm,
+            shortened(self.full, unseen + self.rounds) if unseen else self.algorithm,
             protection.aggregation,
             protection.privacy,
             worlds=worlds or self.worlds * len(self.sizes),
-            late=self.late if sfvi else None,
+            late=self.late if sfvi and not other_end else None,
             targets=self.late if self.layout.size("record") and not own_latents else None,
+            unseen=unseen,
             simulated=self._simulated,
             real_data=self._real_data,
         )

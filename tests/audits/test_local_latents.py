@@ -16,7 +16,7 @@ from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.features import from_messages, from_totals
 from secure_fvi.audits.latent_studies import Guesses, Sample, by_silo, collect, rows
 from secure_fvi.audits.transcript import NETWORK
-from secure_fvi.audits.worlds import Laboratory, LateStart, pooled, resampled, shortened
+from secure_fvi.audits.worlds import PLAIN, Laboratory, LateStart, Workbench, pooled, resampled, shortened
 from secure_fvi.errors import InputError
 from secure_fvi.models.six_cities import PROGRAM, load
 from secure_fvi.models.tabular import MODEL as LOGISTIC
@@ -156,6 +156,29 @@ def test_sfvi_avg_gives_individuals_away_too() -> None:
     row = by_name(rows("plain", found, found))["messages and totals"]
     print(f"R^2 {row.value:.3f} [{row.low:.3f}, {row.high:.3f}]")
     assert row.low > 0.2
+
+
+@pytest.mark.parametrize("algorithm", [sf.SFVI(), sf.SFVIAvg(local_steps=2), sf.PVI(local_steps=2)])
+def test_worlds_show_both_ends_of_a_run(algorithm: Any) -> None:
+    """SFVI's last rounds begin at a fit, its first at the start; of others the first, or the last third of a run."""
+    problem = make_intercepts()
+    late = LateStart(problem.model, sf.SFVI(), problem.silos, 1, 30, 2)
+    bench = Workbench(problem.model, algorithm, problem.silos, rounds=2, worlds=1, late=late)
+    usual, other = (bench.laboratory(PLAIN, other_end=end).run(problem.silos, 1) for end in (False, True))
+    rounds = [
+        sorted({m.round for m in o.transcript.broadcasts() if m.phase in ("round", "merge")}) for o in (usual, other)
+    ]
+    if isinstance(algorithm, sf.SFVI):
+        assert rounds == [[0, 1], [0, 1]]
+        first = [o.transcript.broadcasts()[0].tensors for o in (usual, other)]
+        loc = [t["z_global"] - t["shift"] for t in first]
+        assert torch.allclose(loc[0].double(), late.posterior.eta["loc"].double())
+        assert not torch.allclose(loc[1].double(), loc[0].double())
+    else:
+        assert (rounds[0][0], rounds[1][0]) == (0, 4)
+        assert len(rounds[0]) == len(rounds[1]) == 2
+    for silo in usual.latents:  # what is to be guessed is the same
+        np.testing.assert_allclose(usual.latents[silo].mean, other.latents[silo].mean)
 
 
 def test_bad_input() -> None:
