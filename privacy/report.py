@@ -209,9 +209,9 @@ _ALWAYS = (
     "Other data sets. This account is of one data set of one institution. A person who is also in another data set, "
     "here or elsewhere, has those losses on top.",
     "The same person in several institutions. Each institution's guarantee is about its own records; someone in m "
-    "of them is a group of m records: epsilon is m times as large and delta up to (exp(m epsilon) - 1) / "
-    "(exp(epsilon) - 1) times, since institutions that share the noise of one total do not add it m times. No ledger "
-    "sees the others'.",
+    "of them is a group of m records. Where noise was not made for as many, epsilon is m times as large and delta up "
+    "to (exp(m epsilon) - 1) / (exp(epsilon) - 1) times, since institutions that share the noise of one total do not "
+    "add it m times. No ledger sees the others'.",
     "What can be learned about people in general. A model that shows that smoking causes cancer says something about "
     "a smoker, whether or not that person's record was used.",
     "The institution's own staff and computers, which hold the data in the clear.",
@@ -235,10 +235,13 @@ def adjacency(unit: str, described: Sequence[Mapping[str, Any]] = ()) -> str:
         "the response where a job keeps it from the others; one that is shared, as between sites, is not protected. "
         "Who is in the data is known to all institutions."
     )
+    linked = [about.get("linked_records", 1) for about in described]
+    together = min((n if isinstance(n, int) else 1 for n in linked), default=1)
     records = sorted({str(about["record"]) for about in described if "record" in about}) or ["a row or a group of rows"]
-    added = (
-        f"Two data sets are neighbours if one has one record more: {' or, by job, '.join(records)}. "
-        "A person in several records counts as several."
+    added = f"Two data sets are neighbours if one has one record more: {' or, by job, '.join(records)}. " + (
+        f"A person in several records, up to {together} here and elsewhere, counts as one: noise was made for that."
+        if together > 1
+        else "A person in several records counts as several."
     )
     if REPLACE not in declared:
         return added

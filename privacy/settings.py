@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from secure_fvi.errors import InputError
-from secure_fvi.options import Fraction, Inside, Positive, Whole, check
+from secure_fvi.options import Count, Fraction, Inside, Positive, Whole, check
 
 Placement = Literal["distributed", "silo", "server"]
 Unit = Literal["record", "silo"]
@@ -77,12 +77,14 @@ class RecordDP(DP):
 
     objective_share: share of the squared sensitivity spent on releasing the bound (0: it is not released), of which
     each record's term is cut to +- objective_bound nats. public_counts: the numbers of records are declared
-    public and travel without noise; otherwise nobody is told them.
+    public and travel without noise; otherwise nobody is told them. linked: records of one person at most, in one silo
+    or in several; epsilon and delta are then of all of them, whoever has fewer being covered as well.
     """
 
     objective_share: Fraction = 0.0
     objective_bound: Positive = 10.0
     public_counts: bool = False
+    linked: Count = 1
 
     unit: ClassVar[Unit] = "record"
 

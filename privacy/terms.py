@@ -78,7 +78,7 @@ class Terms:
     @property
     def event(self) -> Event:
         """One release."""
-        mechanism = _mechanism(self.noise_multiplier, self.resolution, self.dimension)
+        mechanism = _mechanism(self.noise_multiplier, self.resolution, self.dimension, linked_by(self.settings))
         return mechanism if self.sampling_rate == 1 else PoissonSampled(self.sampling_rate, mechanism)
 
     @property
@@ -205,12 +205,19 @@ def _silo(settings: DP) -> SiloDP:
     return settings
 
 
-def _mechanism(noise_multiplier: float, resolution: int, dimension: int) -> Gaussian | Skellam:
+def linked_by(settings: DP) -> int:
+    """How many units change together at most, for all of which the guarantee is."""
+    return settings.linked if isinstance(settings, RecordDP) else 1
+
+
+def _mechanism(noise_multiplier: float, resolution: int, dimension: int, linked: int) -> Gaussian | Skellam:
+    """A release, of which `linked` records move what each moves alone at most, wherever they are: norms add up."""
     if not resolution:
-        return Gaussian(noise_multiplier)
+        return Gaussian(noise_multiplier / linked)
     # Rounding the sum moves each coordinate of a difference by less than one step.
     l2 = resolution + math.sqrt(dimension)
-    return Skellam((noise_multiplier * resolution) ** 2, min(math.sqrt(dimension) * l2, l2 * l2), l2)
+    l1 = min(math.sqrt(dimension) * l2, l2 * l2)
+    return Skellam((noise_multiplier * resolution) ** 2, linked * l1, linked * l2)
 
 
 def _resolution(noise_multiplier: float) -> int:
@@ -228,10 +235,16 @@ def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: 
             f"and {settings.colluders} may collude; add silos, or use noise = 'silo'"
         )
     rate = sampling_rate if settings.unit == "record" else 1.0
-    releases = rounds + settings.retries
+    releases, linked = rounds + settings.retries, linked_by(settings)
+    if linked > 1 and rate < 1:
+        raise InputError(
+            f"linked = {linked} with sampling_rate = {rate:g}: how many of a person's records are in a batch differs, "
+            "for which the ledger has no bound but that of groups; leave linked out, and take epsilon and delta from "
+            "`secure-fvi budget plan --linked`, or use sampling_rate = 1"
+        )
 
     def job(noise_multiplier: float, resolution: int) -> Event:
-        mechanism = _mechanism(noise_multiplier, resolution, sum(extent))
+        mechanism = _mechanism(noise_multiplier, resolution, sum(extent), linked)
         return Repeated(mechanism if rate == 1 else PoissonSampled(rate, mechanism), releases)
 
     noise, resolution = settings.noise_multiplier, 0
@@ -270,6 +283,7 @@ def description(by_phase: Mapping[str, Terms], noise: NoiseSource) -> dict[str, 
     return {
         "adjacency": terms.adjacency,
         **({"record": terms.record} if by_record else {}),
+        **({"linked_records": linked_by(settings)} if linked_by(settings) > 1 else {}),
         "noise": settings.noise,
         "mechanism": "skellam" if terms.resolution else "gaussian",
         "noise_multiplier": terms.noise_multiplier,

@@ -19,7 +19,7 @@ from secure_fvi.errors import AggregationError
 from secure_fvi.messages import ROUND, SUM, encode_broadcast, question_digest
 from secure_fvi.privacy.events import Composed
 from secure_fvi.privacy.gate import NoiseSource, curated
-from secure_fvi.privacy.terms import REPLACE, Terms, description
+from secure_fvi.privacy.terms import REPLACE, Terms, description, linked_by
 
 T = TypeVar("T")
 
@@ -184,6 +184,9 @@ def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
     }
     if first.adjacency == REPLACE:
         found["linked"] = linked(spent, settings.delta, first.cohort, f"a person's columns at all {first.cohort} silos")
+    elif (records := linked_by(settings)) > 1:
+        whose = f"someone who has up to {records} records, as in so many silos"
+        found["linked"] = {**linked(spent, settings.delta, 1, whose), "records": records, "by": "noise for all of them"}
     elif settings.unit == "record":
         found["linked"] = linked(spent, settings.delta, 2, "someone who has two records, as in two silos")
     return found

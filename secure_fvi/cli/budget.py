@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -205,10 +205,10 @@ def _solve(asked: Asked, dimension: int, records: int | None, form: str) -> None
             f"distributed noise is Skellam noise on vectors, for which '{asked.accountant}' has no bound; "
             "use ledger or rdp"
         )
-    whole = asked
-    if asked.linked > 1:
+    whole, together = asked, _together(asked)
+    if asked.linked > 1 and not together:
         if asked.epsilon is None:
-            raise InputError("--linked divides an epsilon among a person's records: give --epsilon")
+            raise InputError("--linked divides an epsilon among a person's records of a sample: give --epsilon")
         each = of_each(asked.epsilon, asked.delta, asked.linked)
         asked = asked._replace(epsilon=each[0], delta=each[1])
     rate = asked.sampling_rate
@@ -230,6 +230,7 @@ def _solve(asked: Asked, dimension: int, records: int | None, form: str) -> None
         warn_of_large_delta(found.delta, records)
     spread = _spread(asked, found.noise_multiplier)
     if form == "json":
+        by = {"by": "noise for all of them" if together else "group privacy"}
         result = {
             **asdict(found),
             "unit": asked.unit,
@@ -237,12 +238,17 @@ def _solve(asked: Asked, dimension: int, records: int | None, form: str) -> None
             "best_guess": found.best_guess,
             **placement,
             **spread,
-            **({"linked": {"records": whole.linked, "delta": whole.delta}} if whole.linked > 1 else {}),
+            **({"linked": {"records": whole.linked, "delta": whole.delta, **by}} if whole.linked > 1 else {}),
         }
         click.echo(json.dumps(result, indent=2))
     else:
         click.echo(_text(found, asked, spread))
-        if whole.linked > 1:
+        if together:
+            click.echo(
+                f"Of someone with up to {whole.linked} records, as in so many silos: give a run these with linked = "
+                f"{whole.linked}."
+            )
+        elif whole.linked > 1:
             click.echo(
                 f"Of one record: give a run these. Someone with up to {whole.linked} of them, as in so many silos, has "
                 f"epsilon {whole.epsilon:g} at delta {whole.delta:g} in all, by group privacy."
@@ -270,6 +276,11 @@ def _on_the_lattice(asked: Asked) -> bool:
     return asked.noise == "distributed" or (asked.noise is None and asked.accountant in ("ledger", "rdp"))
 
 
+def _together(asked: Asked) -> bool:
+    """Whether the noise is made for all of a person's records, as runs make it where each round takes all records."""
+    return asked.linked > 1 and asked.unit == "record" and asked.sampling_rate == 1
+
+
 def _honest(asked: Asked) -> int:
     assert asked.silos is not None
     return asked.silos - asked.dropouts - asked.colluders
@@ -278,8 +289,9 @@ def _honest(asked: Asked) -> int:
 def _make(asked: Asked, dimension: int) -> MakeJob:
     from secure_fvi.privacy.plan import gaussian_job
 
+    records = asked.linked if _together(asked) else 1
     if not _on_the_lattice(asked):
-        return gaussian_job
+        return lambda noise_multiplier, *how: gaussian_job(noise_multiplier / records, *how)
     from secure_fvi.privacy.settings import RecordDP, SiloDP
     from secure_fvi.privacy.terms import Extent, agree
 
@@ -295,6 +307,8 @@ def _make(asked: Asked, dimension: int) -> MakeJob:
             colluders=asked.colluders,
             retries=0,  # `plan` adds them
         )
+        if isinstance(settings, RecordDP):
+            settings = replace(settings, linked=records)
         return agree(settings, silos, sampling_rate, rounds, Extent(dimension, 0, 0)).job
 
     return make

@@ -65,7 +65,7 @@ _JUDGED = {
     "Plain": "",
     "Masked": "min_cohort max_missing max_differences bits consistency_check batch corrupt lost",
     "Homomorphic": "scheme masks min_cohort max_missing max_differences batch corrupt lost",
-    "RecordDP": _OF_DP + "objective_share objective_bound public_counts",
+    "RecordDP": _OF_DP + "objective_share objective_bound public_counts linked",
     "SiloDP": _OF_DP + "target_quantile quantile_rate quantile_share",
     "Config": "seed model data partition silo response alignment algorithm aggregation privacy run engine",
     "Model": "program function record_plate silo_sites start formula family dictionary likelihood options",

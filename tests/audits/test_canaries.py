@@ -23,6 +23,7 @@ from secure_fvi.audits.epsilon import (
     SCORE,
     InOrOut,
     OneRunGame,
+    Rig,
     Setting,
     Shadow,
     bound,
@@ -131,6 +132,23 @@ def test_latents_of_silos_are_followed_too(left: list[float]) -> None:
     scores = InOrOut(settings, "real").scores(range(4), noise=0.0)
     assert np.abs(np.array(left).reshape(2, 2, 3)[:, 0]).max() < 1e-3
     assert scores.inside.min() > scores.outside.max()
+
+
+def test_noise_for_linked_people_covers_a_record_in_each_of_two_silos() -> None:
+    """Both move a total by two clipping norms: what that proves of a Gaussian is within the claim of linked = 2.
+    The control is the noise of one record, whose claim it exceeds."""
+    for linked in (2, 1):
+        rig = Rig(setting(sf.RecordDP(epsilon=1.0, noise="silo", linked=linked, retries=0)), people(), ())
+        there, nobody, seen = np.zeros(1, np.int64), np.zeros(0, np.int64), list[float]()
+        of = {"silo-1": there, "silo-2": there, "silo-3": nobody}
+        programs = {n: functools.partial(epsilon.Canaries, inside=at, batch=(1.0, np.random)) for n, at in of.items()}
+        rig.run("linked", lambda message, total, seen=seen: seen.append(total[0]), 0.0, programs)
+        assert np.abs(seen) == pytest.approx(2.0, rel=1e-3)
+        found = epsilon.epsilon_of_gaussian(math.hypot(*seen) / rig.terms.noise_multiplier, DELTA)
+        claim = rig.claim["epsilon"]
+        assert 0.9 < claim <= 1.0
+        assert (found <= claim * 1.001) == (linked == 2)
+        assert found > 0.95 * claim
 
 
 def test_a_real_silo() -> None:

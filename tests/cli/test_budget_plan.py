@@ -46,13 +46,21 @@ def test_a_plan_for_linked_records_keeps_the_epsilon_of_all_of_them(cli: Command
 
     assert 1e-7 < delta_of_three("--linked", "3") <= 1e-5
     assert delta_of_three() > 1e-3
-    one = json.loads(cli(*given, "--linked", "3", "--format", "json").out)
+    one, alone = (json.loads(cli(*given, *more, "--format", "json").out) for more in (("--linked", "3"), ()))
+    assert one["noise_multiplier"] == pytest.approx(3 * alone["noise_multiplier"], rel=1e-3)
+    assert one["linked"] == {"records": 3, "delta": 1e-5, "by": "noise for all of them"}
+    assert one["epsilon"] == pytest.approx(alone["epsilon"], rel=1e-3)
+    assert "up to 3 records, as in so many silos: give a run these with linked = 3" in cli(*given, "--linked", "3").out
+
+
+def test_a_plan_for_linked_records_of_a_sample_divides_epsilon(cli: CommandLine) -> None:
+    given = (*BASE, "--epsilon", "1", "--sampling-rate", "0.05", "--rounds", "40", "--noise", "silo", "--linked", "3")
+    one = json.loads(cli(*given, "--format", "json").out)
     assert of_group(1 / 3, one["delta"], 3) == pytest.approx((1.0, 1e-5))
     assert one["epsilon"] <= 1 / 3
-    assert one["linked"] == {"records": 3, "delta": 1e-5}
-    said = cli(*given, "--linked", "3").out
-    assert "Someone with up to 3 of them, as in so many silos, has epsilon 1 at delta 1e-05 in all" in said
-    refused = cli(*BASE, "--noise-multiplier", "5", "--sampling-rate", "1", "--rounds", "40", "--linked", "2")
+    assert one["linked"] == {"records": 3, "delta": 1e-5, "by": "group privacy"}
+    assert "Someone with up to 3 of them, as in so many silos, has epsilon 1 at delta 1e-05 in all" in cli(*given).out
+    refused = cli(*BASE, "--noise-multiplier", "5", "--sampling-rate", "0.05", "--rounds", "40", "--linked", "2")
     assert (refused.code, "give --epsilon" in refused.err) == (2, True)
 
 
@@ -101,6 +109,10 @@ ODD: dict[str, tuple[str, RecordDP | SiloDP, int, float, int, int]] = {
     "an institution, tiny delta": (
         "--epsilon 8 --delta 1e-12 --rounds 30 --unit silo --noise silo",
         SiloDP(epsilon=8.0, delta=1e-12, noise="silo"), 5, 1.0, 30, 50,
+    ),
+    "three records a person": (
+        "--epsilon 1 --delta 1e-5 --sampling-rate 1 --rounds 40 --silos 5 --dimension 12 --linked 3",
+        RecordDP(epsilon=1.0, linked=3), 5, 1.0, 40, 12,
     ),
     "large delta": (
         "--epsilon .5 --delta .1 --sampling-rate .3 --rounds 3 --noise silo",

@@ -25,6 +25,7 @@ from secure_fvi.privacy.gate import Gate, NoiseSource
 from secure_fvi.privacy.ledger import Budget, Ledger
 from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.privacy.report import read_report
+from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.silo import Past
 
 KEY = b"test"
@@ -272,6 +273,25 @@ def test_a_job_is_charged_to_every_silos_ledger_and_a_second_one_does_not_fit(tm
     assert set(ledger.chain.jobs) == {"first"}
     assert ledger.chain.jobs["first"].released["round"] >= 30
     assert path.read_bytes() == before or len(ledger.chain.jobs) == 1
+
+
+def test_people_with_several_records_are_covered_by_run_ledger_and_report_alike(tmp_path: Path) -> None:
+    problem = make_intercepts()
+    path = tmp_path / "ledger.sqlite"
+    for name in ("silo-1", "silo-2", "silo-3"):
+        Ledger.open(path, name, create=True).set_budget(Budget("cohort-2026", 1.0, 1e-3))
+    privacy, books = sf.RecordDP(epsilon=1.0, delta=1e-3, retries=0, linked=3), sf.Books(path, "cohort-2026", "first")
+    result = sf.fit(problem.model, problem.silos, sf.SFVI(iterations=5), privacy=privacy, books=books, compile=False)
+    assert result.privacy is not None
+    told = result.privacy["linked"]
+    assert (told["records"], told["epsilon"], told["delta"]) == (3, result.privacy["epsilon"], 1e-3)
+    report = read_report(path, "silo-1")
+    assert report.jobs[0].epsilon == pytest.approx(told["epsilon"], rel=1e-6)
+    assert "up to 3 here and elsewhere, counts as one" in report.adjacency
+    alone = agree(replace(privacy, linked=1), 3, 1.0, 5, Extent(3, 0, 0))
+    assert result.privacy["noise_multiplier"] == pytest.approx(3 * alone.noise_multiplier, rel=0.01)
+    with pytest.raises(InputError, match="sampling_rate = 1"):
+        agree(privacy, 3, 0.5, 5, Extent(3, 0, 0))
 
 
 def test_a_ledger_restored_from_a_backup_is_refused_by_its_witnesses(tmp_path: Path) -> None:

@@ -673,6 +673,8 @@ class VerticalProgram(ColumnsProgram):
             raise InputError(
                 "a vertical run under privacy releases z_j alone: leave out objective_share, public_counts"
             )
+        if privacy.linked > 1:
+            raise InputError("vertical silos hold one row a person each: leave out linked")
         several, damped = config.local_steps > 1, config.damping not in (None, 1)
         for option, refused in (
             ("model", config.is_power),
