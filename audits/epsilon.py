@@ -63,6 +63,7 @@ CANARIES = {"record": 10_000, "silo": 100}
 GUESSES: dict[OneRunMethod, dict[str, int]] = {
     "one run": {"record": 50, "silo": 25},
     "one run, gaussian": {"record": 500, "silo": 25},
+    "one run, independent": {"record": 1500, "silo": 25},
 }
 ONE_RUN_ROUNDS, ROUNDS = 12, 3
 #: Shares of the runs after which games with one canary are looked at, and end where a claim is contradicted.
@@ -838,7 +839,7 @@ class Seen(NamedTuple):
 class Played(NamedTuple):
     """Of one run, by canary."""
 
-    scores: FloatArray  # (m,) large where it seems to be in
+    scores: FloatArray  # (m,) above 0 where it seems to be in
     inside: npt.NDArray[np.bool_]  # (m,)
 
     def tossed_again(self) -> Played:
@@ -872,7 +873,7 @@ class OneRunGame:
         rng = np.random.default_rng([seed, 5])
         inside = rng.random(self.canaries) < 0.5
         coordinates = inert_coordinates(self._rig.server.problem)
-        scores, nobody, rate = np.zeros(self.canaries), coordinates[:0], self.setting.rate
+        scores, nobody, rate = np.full(self.canaries, -self.setting.rounds / 2), coordinates[:0], self.setting.rate
         names, by_silo = list(self._rig.engine.silos), self.setting.privacy.unit == "silo"
 
         def watch(message: Broadcast, total: FloatArray) -> None:
@@ -902,7 +903,7 @@ class OneRunGame:
         for _ in range(_POWER_TRIALS):
             inside = rng.random(self.canaries) < 0.5
             scores = rng.binomial(rounds, self.setting.rate * inside) + sd * rng.standard_normal(self.canaries)
-            found += right_guesses(scores, inside, each_side) >= least
+            found += right_guesses(scores - rounds / 2, inside, each_side, method) >= least
         return found / _POWER_TRIALS
 
 
@@ -1141,7 +1142,14 @@ def _first_broadcast(setting: Setting) -> Broadcast:
 #   bounds the chance of each number of correct guesses by that of one guess more. It is a bound only where the curve is
 #   that of mu-Gaussian DP, and then proves about half again as much.
 
-OneRunMethod = Literal["one run", "one run, gaussian"]
+# - `one run, independent` (Xiang, Wang, Xiao, Tian and Wang 2025, "Tight privacy audit in one run"): where canaries are
+#   told apart independently of each other, so are right guesses, given the score above which guesses are made; that
+#   is an order statistic, and how often a guess above it is right follows from the curve. A run that leaks of all its
+#   canaries at once, or of none, is not covered, whatever the curve of each.
+
+OneRunMethod = Literal["one run", "one run, gaussian", "one run, independent"]
+#: Values of the order statistic over which its chance of a right guess is averaged.
+_CUTS = (np.arange(100) + 0.5) / 100
 _LARGEST, _LARGEST_MU = 50.0, 10.0
 _STANDARD = NormalDist()
 
@@ -1192,6 +1200,22 @@ def beyond_gaussian(mu: float, canaries: int, guesses: int, correct: int, allowe
     return right + wrong - share
 
 
+def chance_of_right(mu: float, canaries: int, guesses: int, correct: int) -> float:
+    """The probability that `correct` or more guesses are right, those of the highest absolute scores, where each canary
+    shifts a normal of its own by mu: E[P(Binomial(guesses, p(W)) >= correct)], W ~ Beta the share of canaries above
+    the cut, p(W) how often those are told right."""
+    if guesses == canaries:
+        return float(binom.sf(correct - 1, guesses, norm.cdf(mu / 2)))
+    share = beta.isf(_CUTS, guesses + 1, canaries - guesses)
+    low, high = np.zeros(len(share)), np.full(len(share), 60.0)
+    for _ in range(40):  # by halves: the cut above which that share of absolute scores is
+        cut = (low + high) / 2
+        more = norm.sf(cut - mu / 2) + norm.sf(cut + mu / 2) > share
+        low, high = np.where(more, cut, low), np.where(more, high, cut)
+    right, wrong = norm.sf(low - mu / 2), norm.sf(low + mu / 2)
+    return float(binom.sf(correct - 1, guesses, right / (right + wrong)).mean())
+
+
 @functools.lru_cache
 def lower_bound(
     canaries: int,
@@ -1214,6 +1238,10 @@ def lower_bound(
         mu = _largest(lambda mu: beyond_gaussian(mu, *counts, allowed), _LARGEST_MU)
         epsilon = epsilon_of_gaussian(mu, delta)
         return OneRun(epsilon, delta, confidence, *counts, ASSUMPTIONS["gaussian"], mu)
+    if method == "one run, independent":
+        mu = _largest(lambda mu: allowed - chance_of_right(mu, *counts), _LARGEST_MU)
+        assumption = f"{ASSUMPTIONS['gaussian']}, and canaries are told apart independently"
+        return OneRun(epsilon_of_gaussian(mu, delta), delta, confidence, *counts, assumption, mu)
     epsilon = _largest(lambda epsilon: allowed - p_value(epsilon, delta, *counts), _LARGEST)
     return OneRun(epsilon, delta, confidence, *counts)
 
@@ -1232,11 +1260,16 @@ def guess(
     delta: float,
     method: OneRunMethod = "one run",
 ) -> OneRun:
-    """Call the `each_side` highest scores in and the lowest out; `each_side` is fixed before scores are seen."""
-    return lower_bound(len(scores), 2 * each_side, right_guesses(scores, inside, each_side), delta, method=method)
+    """Call the `each_side` highest scores in and the lowest out, or as many of the highest absolute scores; `each_side`
+    is fixed before scores are seen."""
+    right = right_guesses(scores, inside, each_side, method)
+    return lower_bound(len(scores), 2 * each_side, right, delta, method=method)
 
 
-def right_guesses(scores: FloatArray, inside: npt.NDArray[np.bool_], each_side: int) -> int:
-    """How many of the `each_side` highest scores are in, and of the lowest out."""
+def right_guesses(scores: FloatArray, inside: npt.NDArray[np.bool_], each_side: int, method: OneRunMethod) -> int:
+    """How many of the `each_side` highest scores are in, and of the lowest out, or those that lie farthest from 0."""
+    if method == "one run, independent":
+        farthest = np.argsort(-np.abs(scores), kind="stable")[: 2 * each_side]
+        return int(((scores > 0) == inside)[farthest].sum())
     order = np.argsort(scores, kind="stable")
     return int(inside[order[-each_side:]].sum() + (~inside[order[:each_side]]).sum())
