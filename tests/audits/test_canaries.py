@@ -303,6 +303,7 @@ def aiming(case: str) -> tuple[float, float, float, tuple[float, float]]:
     return proved(game), proved(InOrOut(game.setting, "real", *game.target)), game.claim["epsilon"], game.moves
 
 
+@pytest.mark.later
 def test_a_server_that_aims_proves_more_of_an_ordinary_record_and_no_more_than_is_claimed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -158,6 +158,7 @@ def test_sfvi_avg_gives_individuals_away_too() -> None:
     assert row.low > 0.2
 
 
+@pytest.mark.later("algorithm1")
 @pytest.mark.parametrize("algorithm", [sf.SFVI(), sf.SFVIAvg(local_steps=2), sf.PVI(local_steps=2)])
 def test_worlds_show_both_ends_of_a_run(algorithm: Any) -> None:
     """SFVI's last rounds begin at a fit, its first at the start; of others the first, or the last third of a run."""
