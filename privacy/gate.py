@@ -300,20 +300,23 @@ class Gate:
         self._pay(self._phase, index)
         return RecordRelease(Release(index, values), noised[:hidden] * terms.step(self._clip))
 
-    def release_change(self, change: Tensor) -> Release:
-        """What all of the silo's records arrived at together, (shared,), noised: parameter perturbation.
+    def release_change(self, changes: Tensor) -> Release:
+        """What the silo's records arrived at, summed and noised: parameter perturbation.
 
-        Every record counts: there is no amplification by sampling. A record that joins or leaves may turn the change
-        into any other, not into zero, so that it is clipped to half the norm.
+        changes: (shared,), of all records together; or (parts, shared), a row for each of disjoint parts of them. A
+        part's row must follow from its own records and from what is public alone, to the last bit, and which part a
+        record is in must not follow from others. Every record counts: there is no amplification by sampling. A record
+        that joins or leaves may turn its part's change into any other, not into zero, so that each is clipped to half
+        the norm.
         """
         index = self._once()
         terms = self.terms
         if terms is None or terms.settings.unit != "record" or terms.sampling_rate != 1 or terms.extent[1:] != (0, 0):
             raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of one change")
-        row = change.double().unsqueeze(0)
-        self._check_length(np.empty(row.shape[1:]), terms.extent.shared)
+        rows = torch.atleast_2d(changes).double()
+        self._check_length(np.empty(rows.shape[1:]), terms.extent.shared)
         noised, dropped = noisy_clipped_sum(
-            [[row]], [terms.extent.shared], [terms.norms(self._clip)[0] / 2], self._noiser(0)
+            [[rows]], [terms.extent.shared], [terms.norms(self._clip)[0] / 2], self._noiser(0)
         )
         self.dropped += dropped
         self._pay(self._phase, index)

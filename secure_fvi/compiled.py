@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.overrides import TorchFunctionMode
 
-Mode = Literal["compiled", "traced", "eager"]
+Mode = Literal["compiled", "traced", "eager", "alone"]
 
 #: Calls from which compilation repays its 5 to 20 s, for small work: a call then saves about a millisecond.
 COMPILE_FROM_CALLS = 20_000
@@ -71,7 +71,7 @@ class Traced:
     `record_axis[i]` is the axis of argument i's tensors that counts records, or None, or one for each field of a tuple;
     other sizes are fixed by the call that is traced, or, with `by_shape`, there is a trace for each, after so many
     calls of that shape. Where tracing fails (Python control flow on values, say) the function runs as it is, and `mode`
-    says so.
+    says so: "eager". "alone" besides runs no call together with another's, so that none follows from another's numbers.
     """
 
     def __init__(self, fn: Callable[..., Any], record_axis: Sequence[Axes], mode: Mode, by_shape: bool = False) -> None:
@@ -83,7 +83,7 @@ class Traced:
         self.mapped: Callable[[list[tuple[Any, ...]]], list[Any]] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        wait = waiting(self)
+        wait = None if self.mode == "alone" else waiting(self)
         return self.alone(*args) if wait is None else wait(*args)
 
     @property
@@ -97,7 +97,7 @@ class Traced:
 
     def alone(self, *args: Any) -> Any:
         """One call, at once."""
-        if self.mode == "eager":
+        if self.mode in ("eager", "alone"):
             return self.fn(*args)
         flat = flatten(args)
         key = tuple(t.shape for t in flat) if self.by_shape else ()
@@ -114,10 +114,10 @@ class Traced:
         arguments of these shapes; or the function itself where there is none, or none that PyTorch can map."""
         flat = flatten(args)
         key = tuple(t.shape for t in flat) if self.by_shape else ()
-        if self.mode != "eager" and key not in self._traces:
+        if self.mode not in ("eager", "alone") and key not in self._traces:
             self._trace(key, args, flat)
             key = tuple(t.shape for t in flat) if self.by_shape else ()
-        if self.mode == "eager":
+        if self.mode in ("eager", "alone"):
             return self.fn
         run, build = self._traces[key]
 

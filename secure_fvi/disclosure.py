@@ -106,8 +106,8 @@ class Declaration:
     of those before it, so that what they saw does not count. because: the options, with their values, by which it shows
     single silos' terms, or asks a part of them. shows: whether another option says that it may show these. people: a
     total has a row a person, of columns that silos hold of the same people. labels: who
-    learns their response, in words. follows: under privacy a silo's state follows what it released, the noise that it
-    added itself in it.
+    learns their response, in words. follows: the units under whose privacy a silo's state follows what it released, the
+    noise that it added itself in it.
     """
 
     rounds: int
@@ -119,7 +119,7 @@ class Declaration:
     shows: bool = False
     people: bool = False
     labels: str = ""
-    follows: bool = False
+    follows: frozenset[str] = frozenset()
 
 
 class Declares(Protocol):
@@ -356,7 +356,7 @@ def _check_follows(found: Disclosure, declared: Declaration, privacy: DP) -> Non
     """Where a silo's state follows its own share of the noise, the totals after tell of the shares before, and with
     them of what these covered. An answer that does so undeclared is refused (`algorithms.kit`)."""
     shares = min(p.asked for p in found.phases) - privacy.dropouts - privacy.colluders
-    if declared.follows and shares > 1 and any(p.at_most > 1 for p in found.phases):
+    if privacy.unit in declared.follows and shares > 1 and any(p.at_most > 1 for p in found.phases):
         raise InputError(
             f"noise = 'distributed' with more than one round of {found.algorithm}: a silo's state follows what it "
             f"released, with one of {shares} shares of the noise in it, so that totals of later rounds tell of the "

@@ -134,7 +134,7 @@ CASES = [
     Case("sfvi-avg", _flat(*_four(make_intercepts), _sfvi_avg(weights="equal", total_records=65)), (SILO,)),
     Case("sfvi-avg", _flat(*_four(make_intercepts), _sfvi_avg()), ()),
     Case("pvi", _flat(*_four(make_intercepts), sf.PVI(rounds=ROUNDS, damping=0.3, local_steps=2)), (RECORD, SILO)),
-    Case("pvi", _flat(PLAIN_ROWS, _rows(), sf.PVI(rounds=ROUNDS, virtual_clients=2, local_steps=2)), (SILO,)),
+    Case("pvi", _flat(PLAIN_ROWS, _rows(), sf.PVI(rounds=ROUNDS, virtual_clients=2, local_steps=2)), (RECORD, SILO)),
     Case("fedavg", _flat(PLAIN_ROWS, _rows(), sf.FedAvg(rounds=ROUNDS, local_steps=2, **PUBLIC)), (SILO,)),
     Case("fedavg", _flat(PLAIN_ROWS, _rows(), sf.FedAvg(rounds=ROUNDS, local_steps=2)), ()),
     Case("fedvi", _flat(ENCODED, _rows(), sf.FedVI(rounds=ROUNDS, batch_size=8, **PUBLIC)), (SILO,)),

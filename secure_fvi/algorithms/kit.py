@@ -94,12 +94,15 @@ class Answer(NamedTuple):
     failed and counted as nothing. released: under privacy, the next state from the protected numbers as they were
     released, one vector in natural units; for algorithms whose state follows what was said rather than what was found.
     It has to be declared (`Declaration.follows`): over several rounds it needs all of the noise in what one silo says.
+    parts: under record privacy, the protected numbers of each of disjoint parts of the records (`Gate.release_change`),
+    which `blocks` adds up; none: all records are one.
     """
 
     blocks: Blocks
     local: Any
     dropped: int = 0
     released: Callable[[FloatArray], Any] | None = None
+    parts: tuple[Blocks, ...] = ()
 
 
 class RecordAnswer(NamedTuple):
@@ -149,7 +152,7 @@ class Program(ABC):
             raise InputError(f"{config.name} takes no record privacy{self.no_record_privacy}")
         declared = config.declare(len(problem.silos), problem.privacy is not None)
         self.most_rounds: int = declared.rounds
-        self.follows: bool = declared.follows
+        self.follows: bool = problem.privacy is not None and problem.privacy.unit in declared.follows
         #: Silos asked in a round.
         self.cohort_size = next(said.asked for said in declared.sums if not said.besides)
         self.setup()
@@ -268,7 +271,7 @@ class Program(ABC):
             gate.dropped += found.dropped()
             return release, found.local(hidden)
         terms = self.terms.get(phase)
-        if found.released is not None and not self.follows:
+        if terms is not None and found.released is not None and not self.follows:
             raise AggregationError(f"{self.config.name}'s states follow what silos released, which it does not declare")
         # Under privacy the gate adds its side coordinate itself.
         one = self.parts[phase]
@@ -277,7 +280,8 @@ class Program(ABC):
             values = np.concatenate([values, np.zeros(UNABLE.size)])
         gate.dropped += found.dropped
         if terms is not None and terms.settings.unit == "record":
-            release = gate.release_change(torch.from_numpy(values))
+            rows = [self._flat(of_part, one.chosen(one.protected)) for of_part in found.parts] or [values]
+            release = gate.release_change(torch.from_numpy(np.stack(rows)))
         else:
             release = gate.release(values)
         if terms is None or found.released is None:

@@ -28,10 +28,17 @@ q / t^a, in which the smallest precision relative to q's is `MARGIN`. The site t
 the Gaussian that stands for the silo's likelihood at q*, whatever cavity led there, so that nothing of the old site is
 kept. With a < 1 q* has counted part of the likelihood twice and is too narrow; the silo says so, and no run ends there
 as converged.
+
+Virtual clients under record privacy have one site for all, of all silos: what the totals so far say of all records,
+over the number of parts (averaged EP: Li, Hernandez-Lobato and Turner 2015). It is broadcast, so that nothing that a
+part answers follows from another part's records, nor from any silo's own share of the noise. Where likelihoods are
+Gaussian q is still exact; else a part is fitted against all others' average in place of their own sites, which differ
+the less the more parts there are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -70,6 +77,7 @@ from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
 from secure_fvi.algorithms.stationarity import as_sent, final_draws
 from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE, q_part
+from secure_fvi.compiled import threads
 from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import BoundError, InputError, ProtocolError
 from secure_fvi.families import Params
@@ -90,6 +98,8 @@ else:
 #: know whether its change was used.
 SKIPPED, TEMPERED, MOVING, PRESENT = "skipped", "tempered", "moving", "present"
 OBJECTIVE, RECORDS = "objective", "records"
+#: In a broadcast: the site that all parts have.
+SITE = "site"
 
 Damping = Annotated[Share | Literal["auto"], Says("must be 'auto' or lie in (0, 1]")]
 
@@ -119,8 +129,8 @@ class PVI(LocalFitOptions):
     send, grows while successive changes point the same way and halves when they turn; a step after which q is improper
     is cut back."""
     virtual_clients: Count = 1
-    """Disjoint parts of a silo's records, each with a site of its own; for models without local latents. Refused under
-    `RecordDP`."""
+    """Disjoint parts of a silo's records, each with a site of its own, under `RecordDP` with one for all; for models
+    without local latents."""
     replicates: Count | None = None
     """Of a formula's tables, in a predictive check over all silos by one more sum (`checking`); None: there is none."""
 
@@ -148,7 +158,9 @@ class PVI(LocalFitOptions):
 
     def declare(self, silos: int, private: bool) -> Declaration:
         names: dict[str, Cohort] = {"synchronous": "all", "sequential": "sequential", "asynchronous": "asynchronous"}
-        what = "the change of its site, in natural parameters, its part of the bound and its number of records"
+        parts = self.virtual_clients
+        what = "the change of its site" if parts == 1 else f"the change of its sites of {parts} parts, added up"
+        what += ", in natural parameters, its part of the bound and its number of records"
         asked = min(self.asked(silos), silos)
         sums: tuple[Sums, ...] = (Sums(ROUND_PHASE, self.most_rounds, what, asked, names[self.schedule]),)
         if not private:
@@ -167,8 +179,9 @@ class PVI(LocalFitOptions):
             because += f", buffer = {self.buffer}"
         keeps = "its site and its own latents' posterior"
         return Declaration(
-            self.most_rounds, sums, keeps, False, self.sampling_rate, because, self.reveal_changes, follows=True
-        )
+            self.most_rounds, sums, keeps, False, self.sampling_rate, because, self.reveal_changes,
+            follows=frozenset({"silo"} if self.virtual_clients > 1 else {"record", "silo"}),
+        )  # fmt: skip
 
     def server(self, problem: Problem) -> Program:
         """Raises InputError for what the model or its privacy do not allow."""
@@ -231,6 +244,21 @@ def accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Na
         if after.proper and (step <= safe or q.least_kept(change, step) > 1 - MOST_LOST):
             return after, step, halving
     return q, 0.0, _HALVINGS
+
+
+def moved_by(q: Natural, change: Natural, damping: float) -> Natural:
+    """q after a step of `damping`, which takes at most `MOST_LOST` of its precision along any direction of the step.
+
+    Where silos need not take the same step, what noise takes along one is no reason to leave what others tell."""
+    after = q.plus(change, damping)
+    if not q.full:
+        return after._replace(precision=torch.maximum(after.precision, (1 - MOST_LOST) * q.precision))
+    factor = q.factor()
+    relative = factor.mT @ change.precision @ factor
+    values, vectors = torch.linalg.eigh(0.5 * damping * (relative + relative.mT))
+    back = torch.linalg.inv(factor).mT @ vectors
+    taken = (back * values.clamp(min=-MOST_LOST)) @ back.mT
+    return Natural(after.shift, q.precision + 0.5 * (taken + taken.mT))
 
 
 def distance_moved(q: Natural, change: Natural, taken: float) -> float:
@@ -325,10 +353,15 @@ def _product(factors: list[Natural]) -> Natural:
 
 #: The draw that assigns records to parts; minibatches use others.
 _ASSIGNMENT = 2**31
+#: Times that an averaged site would be what parts say, by "auto" over all rounds: the first noise is then forgotten.
+_TURNOVERS = 4.0
+#: Share of the rounds before those that count for the noise-aware posterior: in these the averaged site is on its way.
+_SETTLING = 0.3
 
 
 def part_views(view: SiloView, parts: int) -> list[SiloView]:
-    """The silo's view of each part, which may be empty. Which is a record's follows from secret and own id."""
+    """The silo's view of each part, which may be empty. Which is a record's follows from secret and own id alone, so
+    that a record which joins or leaves moves no other into another part."""
     if parts == 1:
         return [view]
     chosen = np.floor(parts * view.batch_draws.uniforms(_ASSIGNMENT, 1)[0, : view.size, 0]).astype(np.int64)
@@ -404,7 +437,7 @@ class PVIState(NamedTuple):
     checked: bool  # whether all silos were in it
     refining: refining_server.Refining  # and what those after it did
     halvings: int  # of steps after which q would have been improper, or would have lost most of its precision
-    first: Tensor  # (packed,) under privacy, the mean total of rounds before any site was taken in; (0,) otherwise
+    first: Tensor  # (packed,) under privacy, the mean over rounds of what a total says of all sites; (0,) otherwise
     firsts: int  # and how many there were
 
 
@@ -456,7 +489,9 @@ class PVIProgram(Program):
 
     def setup(self) -> None:
         config, problem = self.config, self.problem
-        self.families = Families(config, problem)
+        #: Whether all parts of all silos have one site, which is broadcast: no part's numbers may follow another's.
+        self.averaged = self.by_record and config.virtual_clients > 1
+        self.families = Families(config, problem._replace(mode="alone") if self.averaged else problem)
         self.theta_start = dict(problem.start.theta)
         self._check()
         self.fit = SiloFit(self.families)
@@ -468,11 +503,6 @@ class PVIProgram(Program):
         config, privacy = self.config, self.problem.privacy
         if isinstance(privacy, RecordDP) and privacy.objective_share:
             raise InputError("PVI under RecordDP releases no objective; use objective_share = 0")
-        if isinstance(privacy, RecordDP) and config.virtual_clients > 1:
-            raise InputError(
-                "virtual_clients under record privacy: one record would move the states of all parts, which no "
-                "noise covers; use virtual_clients = 1, or unit = 'silo'"
-            )
         if config.virtual_clients > 1 and self.families.has_latents:
             raise InputError("virtual_clients are for models without local latents; use virtual_clients = 1")
         if privacy is not None and config.rounds is None:
@@ -488,7 +518,8 @@ class PVIProgram(Program):
         records = Block(RECORDS, (), 2.0**31, integer=True)
         flags = tuple(Block(name, (), 1.0, integer=True, rows="some") for name in (SKIPPED, TEMPERED, MOVING))
         sent: dict[str, Tensor | tuple[int, ...]] = {"q": (families.packed,), "units": (families.n,)}
-        sent |= {"sums": (silos,), "dampings": (silos,), **thetas}
+        sent |= {SITE: (families.packed,)} if self.averaged else {"sums": (silos,), "dampings": (silos,)}
+        sent |= thetas
         most = config.most_rounds
         last = Phase(range(1, most + 1), ends=True)
         protected = frozenset(block.name for block in changes)
@@ -559,7 +590,11 @@ class PVIProgram(Program):
         )  # fmt: skip
 
     def broadcast(self, state: PVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        tensors = {"q": state.q.pack(), "units": self.units(state.q), "sums": state.took, "dampings": state.kept}
+        tensors = {"q": state.q.pack(), "units": self.units(state.q)}
+        if self.averaged:
+            tensors[SITE] = self._all_sites(state).pack() / (len(self.problem.silos) * self.config.virtual_clients)
+        else:
+            tensors |= {"sums": state.took, "dampings": state.kept}
         tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
         scalars = {}
         if state.phase == REFINE:
@@ -585,7 +620,10 @@ class PVIProgram(Program):
         if not asked:
             change = self._one
         damping = float(self.config.damping) if self.config.damping != "auto" else self._chosen(state, change, asked)
-        q, taken, halvings = accept(state.q, change, damping, self._safe(asked))
+        if self.averaged:
+            q, taken, halvings = moved_by(state.q, change, damping), damping, 0
+        else:
+            q, taken, halvings = accept(state.q, change, damping, self._safe(asked))
         moved = torch.where(present > 0, distance_moved(state.q, change, taken), state.moved)
         objective = math.nan
         if OBJECTIVE in sums and asked == len(self.problem.silos):
@@ -634,6 +672,10 @@ class PVIProgram(Program):
     def _at(self, q: Natural, theta: Params) -> Posterior:
         return Posterior(self.families.shared, {name: self.move(value) for name, value in to_eta(q).items()}, theta)
 
+    def _all_sites(self, state: PVIState) -> Natural:
+        """What the totals so far say of all records."""
+        return state.q.minus(state.prior)
+
     @property
     def _uncounted(self) -> str | None:
         """Why no posterior of this job can count the noise of privacy; "" where there is none."""
@@ -646,18 +688,24 @@ class PVIProgram(Program):
         if not self.families.full:
             return "a diagonal family sends no site's correlations"
         if self.cohort_size < len(self.problem.silos):
-            return "not all silos are in the first round"
+            return f"not all silos are in {'a' if self.averaged else 'the first'} round"
         if self.families.n > noise_aware.UP_TO:
             return f"{self.families.n} global dimensions are more than {noise_aware.UP_TO}"
         return None
 
     def _first(self, state: PVIState, change: Natural, asked: int) -> tuple[Tensor, int]:
         """The total of the first round is all silos' sites and noise. Later changes answer the noise of the sites that
-        came of it, which is longer than what clipping leaves of them, so that they tell little."""
-        if self._uncounted is not None or state.took.any() or asked < len(self.problem.silos):
+        came of it, which is longer than what clipping leaves of them, so that they tell little. Parts that have one
+        site for all have little of that noise each: with that site put back, the total of any round in which few are
+        cut is all parts' sites and noise."""
+        used = not state.took.any()
+        if self.averaged:
+            used = state.round >= int(_SETTLING * self.config.most_rounds)
+        if self._uncounted is not None or not used or asked < len(self.problem.silos):
             return state.first, state.firsts
+        said = change.plus(self._all_sites(state)) if self.averaged else change
         firsts = state.firsts + 1
-        return state.first + (change.pack() - state.first) / firsts, firsts
+        return state.first + (said.pack() - state.first) / firsts, firsts
 
     def noise_aware(self, state: PVIState) -> NoiseAware | str:
         if self._uncounted is not None:
@@ -666,7 +714,7 @@ class PVIProgram(Program):
         if prior is None:
             return noise_aware.NOT_NORMAL
         if not state.firsts:
-            return "a silo was missing in the first round"
+            return "a silo was missing in " + ("every round that counts" if self.averaged else "the first round")
         if terms.adaptive and state.firsts > 1:
             return "the clipping norm moved before any step was taken"
         clip = terms.settings.clipping_norm
@@ -843,6 +891,8 @@ class PVIProgram(Program):
 
     def _chosen(self, state: PVIState, change: Natural, asked: int) -> float:
         """One over the silos asked; more than that only where all silos were, in this round as in the last."""
+        if self.averaged:
+            return min(1.0, _TURNOVERS / self.config.most_rounds)
         safe = self._safe(asked)
         if asked < len(self.problem.silos) or not state.damping:
             return safe
@@ -885,10 +935,15 @@ class PVIProgram(Program):
         if message.phase == REFINE:
             return Answer({**own, REFINED: self._near(message, local, view, views)}, local)
         per_unit, local = self._per_unit(message, view.silo), local._replace(asked=message.tensors["q"])
-        answered = [self._answered(message, k, part, views[k]) for k, part in enumerate(local.parts)]
+        with threads(1) if self.averaged else contextlib.nullcontext():
+            answered = [self._answered(message, k, part, views[k]) for k, part in enumerate(local.parts)]
         parts, fits = [part for part, _, _ in answered], [fit for _, fit, _ in answered]
-        changes = {CHANGE: sum(to_numpy(part.change.pack() * per_unit) for part in parts)}
-        changes |= {f"theta/{name}": sum(to_numpy(fit.theta[name]) for fit in fits) for name in self.theta_start}
+        each = [
+            {CHANGE: to_numpy(part.change.pack() * per_unit)}
+            | {f"theta/{name}": to_numpy(fit.theta[name]) for name in self.theta_start}
+            for part, fit in zip(parts, fits, strict=True)
+        ]
+        changes = {name: sum(of_part[name] for of_part in each) for name in each[0]}
         reported = self._reported(message, parts, fits)
         flags = torch.tensor([reported[TEMPERED], reported[MOVING]], dtype=torch.float64)
         local = local._replace(flags=flags, turned=local.turned + (flags > local.flags))
@@ -900,8 +955,10 @@ class PVIProgram(Program):
             return local._replace(parts=self._as_released(parts, torch.from_numpy(said)), used=0)
 
         after = local._replace(parts=tuple(parts), used=0)
-        blocks = {**own, **changes, **reported}
-        return Answer(blocks, after, sum(failed for _, _, failed in answered), released)
+        blocks, dropped = {**own, **changes, **reported}, sum(failed for _, _, failed in answered)
+        if self.averaged:
+            return Answer(blocks, after, dropped, parts=tuple(each))
+        return Answer(blocks, after, dropped, released)
 
     def _at_the_end(
         self, message: Broadcast, local: PVILocal, view: SiloView, views: list[SiloView]
@@ -988,6 +1045,10 @@ class PVIProgram(Program):
     def _settled(self, message: Broadcast, local: PVILocal, silo: str) -> PVILocal:
         """With the changes that were sent taken into the sites, if the server has said that it used them, and with the
         last change as short as the server says that it is by now."""
+        if self.averaged:
+            site, one = self.families.unpack(message.tensors[SITE]), self._one
+            parts = [part._replace(site=site, change=one, taken=one) for part in local.parts]
+            return local._replace(parts=tuple(parts), heard=message.sum_index)
         if not bool(((message.tensors["dampings"] >= 0) & (message.tensors["dampings"] <= 1)).all()):
             raise ProtocolError(f"silo '{silo}': a change is taken in with a damping between 0 and 1")
         check_dampings(message, local, silo)

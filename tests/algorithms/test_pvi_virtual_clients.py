@@ -1,4 +1,4 @@
-"""Virtual clients of PVI, which record privacy refuses, and record privacy by clipping and noising a silo's change."""
+"""Virtual clients of PVI, under record privacy with one site for all, and record privacy of a silo's whole change."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.natural import Natural
+from secure_fvi.disclosure import disclose
 from secure_fvi.fitting import build_parties
 
 EXACT = {"local_optimizer": "closed_form", "family": "full"}
@@ -84,14 +85,50 @@ def test_what_virtual_clients_cannot_do_is_refused() -> None:
         sf.fit(REGRESSION, make_regression((5, 5, 5))[0], algorithm, sf.Plain(), privacy=privacy)
 
 
-@pytest.mark.parametrize("clients", [2, 7])
-def test_virtual_clients_are_refused_under_record_privacy(clients: int) -> None:
-    """One record would move all parts' states (`test_conditional_sensitivity`). The controls: the silo as the unit, and
-    one part."""
-    silos, algorithm = make_regression((5, 5, 5))[0], sf.PVI(rounds=1, virtual_clients=clients, **EXACT)  # type: ignore[arg-type]
-    one = sf.PVI(rounds=1, **EXACT)  # type: ignore[arg-type]
-    record, silo = (kind(noise_multiplier=1.0, noise="silo") for kind in (sf.RecordDP, sf.SiloDP))
-    with pytest.raises(sf.InputError, match="virtual_clients under record privacy"):
-        build_parties(REGRESSION, silos, algorithm, sf.Plain(), privacy=record)
-    build_parties(REGRESSION, silos, algorithm, sf.Plain(), privacy=silo)
-    build_parties(REGRESSION, silos, one, sf.Plain(), privacy=record)
+def _in_parts(rounds: int, noise: float, sums: Any, placement: Any, **options: Any) -> tuple[World, Natural]:
+    silos, exact = make_regression((60, 100, 40))
+    algorithm = sf.PVI(rounds=rounds, virtual_clients=8, **EXACT, **options)  # type: ignore[arg-type]
+    privacy = sf.RecordDP(noise_multiplier=noise, clipping_norm=1e5, noise=placement, retries=0)
+    server, engine, _ = build_parties(REGRESSION, silos, algorithm, sums, privacy=privacy, noise_key=b"k" * 32)
+    return World(server, engine), exact
+
+
+def test_parts_under_record_privacy_have_one_site_and_reach_the_exact_posterior() -> None:
+    """With hardly any noise, in shares, over many rounds: q is the prior times all parts' sites, which are alike and
+    what the server sent. By "auto" nothing but e^-4 of the first q is left of the distance."""
+    world, exact = _in_parts(30, 1e-7, sf.Masked(), "distributed")
+    start = world.state.q
+    for k in range(30):
+        world.round()
+        if k < 3:
+            assert _near(world.product(), world.state.q, 1e-10)
+    left = world.state.q.minus(exact).precision.norm() / start.minus(exact).precision.norm()
+    assert float(left) == pytest.approx((1 - 4 / 30) ** 30, rel=1e-3)
+    silo: Any = world.engine.silos["silo-1"]
+    assert len(silo.local.parts) == 8
+    assert all(part.site is silo.local.parts[0].site for part in silo.local.parts)
+
+
+def test_q_of_parts_stays_proper_under_noise_that_would_take_its_precision() -> None:
+    """The control is the whole step."""
+    world, _ = _in_parts(5, 1e-2, sf.Plain(), "silo", damping=0.5)
+    improper = False
+    for _ in range(5):
+        before = world.state.q
+        world.round()
+        assert world.state.q.proper
+        improper |= not before.plus(world.state.residual, 0.5).proper
+    assert improper
+
+
+@pytest.mark.parametrize("privacy", [sf.RecordDP, sf.SiloDP])
+def test_no_part_of_record_privacy_follows_what_silos_release(privacy: Any) -> None:
+    """So that noise may come in shares over several rounds. The control: with the silo as the unit parts' sites follow
+    their silo's release."""
+    algorithm = sf.PVI(rounds=3, virtual_clients=4, **EXACT)  # type: ignore[arg-type]
+    dp = privacy(noise_multiplier=1.0, retries=0)
+    if privacy is sf.RecordDP:
+        assert disclose(algorithm, sf.Masked(), dp, 3).privacy is dp
+    else:
+        with pytest.raises(sf.InputError, match="a silo's state follows what it released"):
+            disclose(algorithm, sf.Masked(), dp, 3)

@@ -195,6 +195,7 @@ def audited(case: str, rounds: int = 2) -> Setting:
     chosen: dict[str, Any] = {
         "sfvi": sf.SFVI(),
         "pvi": sf.PVI(rounds=3, local_steps=2),
+        "pvi-parts": sf.PVI(rounds=3, local_steps=2, virtual_clients=2),
         "sfvi-avg": sf.SFVIAvg(**given, family="diagonal", local_steps=4),
         "fedvi": sf.FedVI(**given),
         "fedavg": sf.FedAvg(**given, local_steps=2),
@@ -221,8 +222,8 @@ def dirac(case: str, rounds: int = 2) -> InOrOut:
 
 
 CASES = [
-    "sfvi record", "sfvi silo", "pvi record", "pvi silo", "sfvi-avg silo", "fedvi silo", "fedavg silo",
-    "vertical record",
+    "sfvi record", "sfvi silo", "pvi record", "pvi-parts record", "pvi silo", "sfvi-avg silo", "fedvi silo",
+    "fedavg silo", "vertical record",
 ]  # fmt: skip
 
 

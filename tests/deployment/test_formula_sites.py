@@ -66,7 +66,9 @@ _QUICK = {"name": "sfvi", "iterations": 4}
 class Study:
     """Three sites, each with a table of its own of some of the six cities children, a row a visit, and the job."""
 
-    def __init__(self, world: World, folder: Path, children: int = 30, algorithm: Any = _QUICK, **model: Any) -> None:
+    def __init__(
+        self, world: World, folder: Path, children: int = 30, algorithm: Any = _QUICK, privacy: Any = None, **model: Any
+    ) -> None:
         self.world, self.folder, self.children = world, folder, children
         (folder / "dictionary.toml").write_text(DICTIONARY)
         self.tables = {site: folder / f"{site}.csv" for site in SILOS}
@@ -76,6 +78,7 @@ class Study:
         said["options"] = {"most": {"rows": 4}, "priors": {"age": [0.0, 0.5]}}
         silos = [{"id": site, "data": f"{site}.csv"} for site in SILOS]
         tables = {"model": said | model, "partition": None, "silo": silos, "algorithm": algorithm}
+        tables |= {} if privacy is None else {"privacy": privacy}
         self.job = Job(world, folder, allow=False, **tables)
         self.config: Config = settled(self.job.config)
         for site in SILOS:
@@ -167,6 +170,25 @@ def test_three_processes_fit_six_cities_by_formula_as_one_does(world: World, tmp
 def test_a_job_by_formula_is_the_local_engines_to_the_last_bit(study: Study) -> None:
     """In threads over TLS. What makes it differ is the control of the test above."""
     assert study.job.run() == study.job.local()
+
+
+def test_parts_of_sites_under_record_privacy_are_explained_run_and_charged(world: World, tmp_path: Path) -> None:
+    """PVI of which each site deals its children to parts, over several rounds with noise in shares. The control is one
+    part, which is refused there."""
+    dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
+    algorithm = {"name": "pvi", "rounds": 3, "virtual_clients": 4, "local_steps": 2}
+    model = {"formula": "wheeze ~ smoke + age", "options": {}}
+    study = Study(world, tmp_path, algorithm=algorithm, privacy=dp, **model)
+    study.job.run()
+    result = json.loads((tmp_path / "remote" / "result.json").read_text())
+    assert result["rounds"] == 3
+    assert 2.9 < result["privacy"]["epsilon"] <= 3.0
+    assert all(world.homes[silo].ledger_file.exists() for silo in SILOS)
+    explained = CliRunner().invoke(cli, ["policy", "explain", str(study.job.path)], catch_exceptions=False).output
+    assert "the change of its sites of 4 parts, added up" in " ".join(explained.split())
+    (tmp_path / "one").mkdir()
+    with pytest.raises(InputError, match="a silo's state follows what it released"):
+        Study(world, tmp_path / "one", algorithm=algorithm | {"virtual_clients": 1}, privacy=dp, **model).job.run()
 
 
 @pytest.mark.later

@@ -170,8 +170,10 @@ def integrated() -> None:
 @_measuring("pvi-modes", "pvi_modes:measure")
 @click.option("--fits", type=click.IntRange(2), default=50, show_default=True, help="Of each mode.")
 @click.option("--seed", default=0, show_default=True, help="Of data and noise.")
+@click.option("--mode", "modes", multiple=True, help="This one alone, as the table names it; may be repeated.")
+@click.option("--records", type=click.IntRange(200), default=3000, show_default=True, help="Of all silos together.")
 def pvi_modes() -> None:
-    """How wide the intervals of three ways to make PVI private are at equal epsilon, beside SFVI's. docs/pvi.md."""
+    """How wide the intervals of each way to make PVI private are at equal epsilon, beside SFVI's. docs/pvi.md."""
 
 
 @bench.command()

@@ -2,15 +2,23 @@
 
 Linear regression on ten coefficients, N(0, 1) a priori, rows of standard normal columns (`coverage.drawn`). Each mode
 leaves a noised estimate of X'y, whose noise has a known variance, and the posterior is exact for whoever knows the
-curvature X'X as well, which flatters the first two modes most: they release it with as much noise.
+curvature X'X as well, which flatters modes that release sites most: they release it with as much noise.
 
-changes   each silo's site, clipped as a whole, in one round of shares: what `sf.PVI` does
-records   a site for each record, clipped by itself, in one round of shares: local averaging with parts of one record
+changes   each silo's site, clipped as a whole, in one round of shares: what `sf.PVI` does of one part
+parts     a site for each of 4, 16 or 64 parts of a silo, or of each record, clipped by itself, in one round of shares
+averaged  the same over 60 rounds, one site for all parts of all silos: what `sf.PVI` does of several parts
+by silo   one site for the 16 parts of a silo, which follows what it released; each silo adds all of the noise
 steps     noised gradient steps inside each silo's local fit, which leaves a site; each silo adds all of the noise
 sfvi      the same steps on the total, with the noise in shares
 
-Nothing else than these releases enters. Sites are clipped at the largest norm there is, which nobody knows: no run
-could choose better. A prototype: `sf.PVI` has the first alone.
+Parts with sites of their own, which follow their own clipped changes without noise, are "parts" again: rounds that
+together let a site go as far as one did cost as much noise as the one, since a sum of them is what counts.
+
+Nothing else than these releases enters. Sites of one round are clipped at a norm that all but one in forty are within,
+which nobody knows: no run could choose better. Of several rounds, at what all but one in forty deviate from the mean
+site by, and at as much more as the site's own noise asks for; there is no such norm where that noise grows as it does.
+"by silo", "steps" and the SFVI of this file are prototypes. `given` and `by run` are of the posterior that a run gives,
+to which the curvature is not known (`noise_aware.of_sites`).
 """
 
 from __future__ import annotations
@@ -20,65 +28,179 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from scipy.stats import binomtest
 from torch import Tensor
 
-from secure_fvi.algorithms.noise_aware import variance_of
+from secure_fvi.algorithms.natural import MOST_LOST, Natural
+from secure_fvi.algorithms.noise_aware import of_sites, variance_of
+from secure_fvi.algorithms.pvi import _SETTLING, _TURNOVERS
 from secure_fvi.privacy.settings import Placement, RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi_lab.bench.coverage import DELTA, DIMENSIONS, Data, drawn
 from secure_fvi_lab.machine import machine
 
-MODES = ("changes", "records", "steps", "sfvi")
-RECORDS, SILOS, EPSILONS, STEPS = 3000, (10, 200), (1.0, 3.0), 300
+#: By name: how, and how many parts a silo has; 0: a part a record.
+MODES = {
+    "changes": ("once", 1), "parts 4": ("once", 4), "parts 16": ("once", 16), "parts 64": ("once", 64),
+    "records": ("once", 0),
+    "averaged 4": ("averaged", 4), "averaged 16": ("averaged", 16), "averaged 64": ("averaged", 64),
+    "by silo 16": ("by silo", 16), "steps": ("steps", 1), "sfvi": ("sfvi", 1),
+}  # fmt: skip
+RECORDS, SILOS, EPSILONS, STEPS, ROUNDS = 3000, (10, 200), (1.0, 3.0), 300, 60
+#: Parts in all at most: of more records are parts.
+MOST_PARTS = 1000
 #: Of a row's gradient: one that few reach even where steps stray far. Steps before the last so many find the way.
 CLIP, COUNTED = 10.0, 200
+#: Share of the parts that are within the norm, and the largest noise of a site, in norms, for which there is one.
+WITHIN, MOST_NOISE = 0.975, 0.4
 _EYE = torch.eye(DIMENSIONS, dtype=torch.float64)
+_ROWS, _COLS = torch.tril_indices(DIMENSIONS, DIMENSIONS)
+_PACKED = DIMENSIONS + len(_ROWS)
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    yield f"{'mode':8} {'silos':>5} {'epsilon':>7} {'width':>6} {'covered':>8}"
+    yield f"{'mode':12} {'silos':>5} {'epsilon':>7} {'norm':>6} {'width':>6} {'covered':>8} {'given':>8} {'by run':>20}"
     for row in found["rows"]:
-        yield (f"{row['mode']:8} {row['silos']:5d} {row['epsilon']:7g} {row['width']:6.2f} {row['covered']:8.3f}")
+        told = f"{row['mode']:12} {row['silos']:5d} {row['epsilon']:7g}"
+        if "width" not in row:
+            yield told + "  no norm at which sites settle"
+            continue
+        told += f" {row['norm']:6.0f} {row['width']:6.2f} {row['covered']:8.3f}"
+        if "given" in row:
+            told += f" {row['given']:8d}"
+        if row.get("given"):
+            low, high = row["interval"]
+            told += f" {row['by_run_width']:6.2f} {row['by_run']:.3f} ({low:.3f}, {high:.3f})"
+        yield told
 
 
-def measure(fits: int, seed: int = 0) -> dict[str, Any]:
-    """width: mean sd over that of the exact posterior without privacy. covered: of 95% intervals, ten a fit."""
+def measure(fits: int, seed: int = 0, modes: tuple[str, ...] = (), records: int = RECORDS) -> dict[str, Any]:
+    """width: mean sd over that of the exact posterior without privacy. covered: of 95% intervals, ten a fit. modes:
+    none for all."""
     rng = torch.Generator().manual_seed(seed)
-    data = drawn("linear", RECORDS, fits, rng)
-    rows = [_row(mode, silos, e, data, rng) for silos in SILOS for e in EPSILONS for mode in MODES]
-    return {"machine": machine(), "records": RECORDS, "steps": STEPS, "delta": DELTA, "fits": fits, "rows": rows}
+    data = drawn("linear", records, fits, rng)
+    rows = [_row(m, silos, e, data, rng) for silos in SILOS for e in EPSILONS for m in modes or MODES if _few(m, silos)]
+    return {"machine": machine(), "records": records, "steps": STEPS, "delta": DELTA, "fits": fits, "rows": rows}
+
+
+def _few(mode: str, silos: int) -> bool:
+    return silos * MODES[mode][1] <= MOST_PARTS
 
 
 def _row(mode: str, silos: int, epsilon: float, data: Data, rng: torch.Generator) -> dict[str, Any]:
-    by_step = mode in ("steps", "sfvi")
-    if by_step:
-        found, variance = _by_steps(mode, silos, epsilon, data, rng)
-    else:
-        found, variance = _by_sites(RECORDS if mode == "records" else silos, silos, epsilon, data, rng)
+    how, parts = MODES[mode]
+    row: dict[str, Any] = {"mode": mode, "silos": silos, "epsilon": epsilon}
     curvature = data.x.mT @ data.x
+    exact = torch.linalg.inv(_EYE + curvature).diagonal(dim1=1, dim2=2).sqrt()
+    if how in ("steps", "sfvi"):
+        norm = CLIP
+        found, variance = _by_steps(how, silos, epsilon, data, rng)
+    elif how == "once":
+        sites = _sites(data, silos, parts, rng)
+        norm = 2 * _within(sites.norm(dim=-1), rng)  # of a part that is another's
+        variance = _variance(epsilon, "distributed", silos, 1, norm, _PACKED)
+        found = _cut(sites, norm / 2).sum(1) + math.sqrt(variance) * _normal(sites[:, 0].shape, rng)
+        row |= _by_run(found, variance, data.beta, exact)
+    else:
+        settled = _settled(_sites(data, silos, parts, rng), silos, epsilon, how == "by silo", rng)
+        if settled is None:
+            return row
+        found, variance, norm = settled
+        row |= _by_run(found, variance, data.beta, exact)
     seen = curvature @ torch.linalg.inv(curvature + variance * _EYE)
     covariance = torch.linalg.inv(_EYE + seen @ curvature)
-    mean = (covariance @ seen @ found.unsqueeze(-1)).squeeze(-1)
-    sd, exact = (c.diagonal(dim1=1, dim2=2).sqrt() for c in (covariance, torch.linalg.inv(_EYE + curvature)))
+    mean = (covariance @ seen @ found[:, :DIMENSIONS].unsqueeze(-1)).squeeze(-1)
+    sd = covariance.diagonal(dim1=1, dim2=2).sqrt()
     covered = ((mean - data.beta).abs() < 1.96 * sd).double().mean()
-    row = {"mode": mode, "silos": silos, "epsilon": epsilon}
-    return row | {"width": float((sd / exact).mean()), "covered": float(covered)}
+    return row | {"norm": norm, "width": float((sd / exact).mean()), "covered": float(covered)}
 
 
-def _by_sites(parts: int, silos: int, epsilon: float, data: Data, rng: torch.Generator) -> tuple[Tensor, float]:
-    """(B, n) the noised sum of parts' shifts, of sites of which none is cut, and the noise's variance."""
-    x, y = (v.unflatten(1, (parts, -1)) for v in (data.x, data.y))
-    shifts = (x.mT @ y.unsqueeze(-1)).squeeze(-1)
-    rows, cols = torch.tril_indices(DIMENSIONS, DIMENSIONS)
-    precisions = (x.mT @ x)[..., rows, cols]
-    norm = 2 * float(torch.cat([shifts, precisions], -1).norm(dim=-1).max())  # of a part that is another's
-    variance = _variance(epsilon, "distributed", silos, 1, norm, DIMENSIONS + len(rows))
-    return shifts.sum(1) + math.sqrt(variance) * _normal(data.beta.shape, rng), variance
+def _by_run(found: Tensor, variance: float, beta: Tensor, exact: Tensor) -> dict[str, Any]:
+    """What a run says, which knows the totals alone."""
+    prior = Natural(torch.zeros(DIMENSIONS, dtype=torch.float64), _EYE)
+    answers = [of_sites(Natural(t[:DIMENSIONS], _precisions(t)), variance, prior) for t in found]
+    given = [(k, a) for k, a in enumerate(answers) if not isinstance(a, str)]
+    if not given:
+        return {"given": 0}
+    at = [k for k, _ in given]
+    mean = torch.stack([a.mean for _, a in given])
+    sd = torch.stack([a.covariance.diagonal().sqrt() for _, a in given])
+    inside = (mean - beta[at]).abs() < 1.96 * sd
+    tested = binomtest(int(inside.sum()), inside.numel()).proportion_ci(0.99, "exact")
+    return {
+        "given": len(given), "by_run": float(inside.double().mean()),
+        "interval": [float(tested.low), float(tested.high)], "by_run_width": float((sd / exact[at]).mean()),
+    }  # fmt: skip
+
+
+def _sites(data: Data, silos: int, parts: int, rng: torch.Generator) -> Tensor:
+    """(B, silos x parts, packed) the sites of parts, to which records are dealt at random; parts = 0: of records."""
+    fits, records = data.y.shape
+    of_records = torch.cat([data.x * data.y.unsqueeze(-1), data.x[..., _ROWS] * data.x[..., _COLS]], -1)
+    if not parts:
+        return of_records
+    part = torch.randint(0, parts, (fits, records), generator=rng)
+    at = (torch.arange(records) * silos // records * parts + part).unsqueeze(-1).expand_as(of_records)
+    return torch.zeros(fits, silos * parts, _PACKED, dtype=torch.float64).scatter_add_(1, at, of_records)
+
+
+def _settled(
+    sites: Tensor, silos: int, epsilon: float, by_silo: bool, rng: torch.Generator
+) -> tuple[Tensor, float, float] | None:
+    """(B, packed) the mean over rounds of what a total says of all sites, its noise's variance, and the norm; None for
+    none."""
+    places = silos if by_silo else 1  # that have a site each
+    t = sites.unflatten(1, (places, -1))
+    parts, damping = t.shape[2], min(1.0, _TURNOVERS / ROUNDS)
+    quantile = _within((t - t.mean(2, keepdim=True)).norm(dim=-1), rng)
+    placement: Placement = "silo" if by_silo else "distributed"
+    one = _variance(epsilon, placement, silos, ROUNDS, 1.0, _PACKED) / places  # of a place's total, norms as units
+    noise = math.sqrt(one * _PACKED * damping / (2 - damping)) / parts
+    if noise > MOST_NOISE:
+        return None
+    norm = 2 * quantile / (1 - 2 * noise)
+    variance = one * norm**2
+    site = torch.zeros(len(t), places, _PACKED, dtype=torch.float64)
+    said, counted = torch.zeros_like(site), 0
+    for round_ in range(ROUNDS):
+        cut = _cut(t - (site / parts).unsqueeze(2), norm / 2).sum(2)
+        total = cut + math.sqrt(variance) * _normal(cut.shape, rng)
+        if round_ >= _SETTLING * ROUNDS:
+            said += total + site
+            counted += 1
+        site = site + damping * total if by_silo else _moved(site, damping * total)
+    return (said / counted).sum(1), variance * places / counted, norm
+
+
+def _within(norms: Tensor, rng: torch.Generator) -> float:
+    """Of some of them, if there are many."""
+    norms = norms.flatten()
+    return float(norms[torch.randperm(len(norms), generator=rng)[:100_000]].quantile(WITHIN))
+
+
+def _cut(rows: Tensor, norm: float) -> Tensor:
+    return rows * (norm / rows.norm(dim=-1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
+
+
+def _moved(site: Tensor, step: Tensor) -> Tensor:
+    """`pvi.moved_by`, of many."""
+    root = torch.linalg.cholesky(torch.linalg.inv(_EYE + _precisions(site)))
+    values, vectors = torch.linalg.eigh(root.mT @ _precisions(step) @ root)
+    back = torch.linalg.inv(root).mT @ vectors
+    taken = (back * values.clamp(min=-MOST_LOST).unsqueeze(-2)) @ back.mT
+    return site + torch.cat([step[..., :DIMENSIONS], taken[..., _ROWS, _COLS]], -1)
+
+
+def _precisions(packed: Tensor) -> Tensor:
+    """(..., n, n) of packed sites."""
+    lower = packed.new_zeros(*packed.shape[:-1], DIMENSIONS, DIMENSIONS)
+    lower[..., _ROWS, _COLS] = packed[..., DIMENSIONS:]
+    return lower + lower.tril(-1).mT
 
 
 def _by_steps(mode: str, silos: int, epsilon: float, data: Data, rng: torch.Generator) -> tuple[Tensor, float]:
-    """The same of the mean over the last steps of gradient + curvature x point, which is X'y and the mean noise; points
-    follow the noised gradients."""
+    """(B, n) the mean over the last steps of gradient + curvature x point, which is X'y and the mean noise, and the
+    noise's variance; points follow the noised gradients."""
     places = silos if mode == "steps" else 1
     variance = _variance(epsilon, "silo" if mode == "steps" else "distributed", silos, STEPS, CLIP)
     of_place = variance / places
