@@ -544,7 +544,8 @@ def test_most_of_a_claim_is_proved_in_one_run(claimed: float) -> None:
         found = np.array([guess(*p, sides["record"], DELTA, method).epsilon for p in played])
         print(f"{method}: median {np.median(found):.3f} of {claim:.3f}, {found.min():.2f} to {found.max():.2f}")
         assert (found > claim).sum() <= 2
-    assert np.median(found) > 0.5 * claim
+        share = {"one run": 0.3, "one run, gaussian": 0.45, "one run, independent": 0.65}[method]
+        assert np.median(found) > share * claim
 
 
 @pytest.mark.slow
