@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import HomeError, InputError, ProtocolError, SecureFVIError
 from secure_fvi.privacy.chain import ChainKind, ChainReader, Row, check_keys
 from secure_fvi.privacy.chain_file import Book, Writer
 
@@ -92,7 +92,13 @@ class Trail(Book["TrailChain"]):
         return cls(Writer.open(path, TrailChain(party), signer, missing, create=create, clock=clock))
 
     def roster(self, serial: int, roster: bytes) -> None:
-        """The roster that is in force."""
+        """The roster that is in force. Raises HomeError for one that another has replaced since, as this log has it: a
+        copy of `accepted.json` was put back, by which members who left are members, and keys that were lost count."""
+        if roster != self.chain.roster and roster in self.chain.rosters:
+            raise HomeError(
+                f"roster {serial} is in force at this site, but its log has a later one: accepted.json was put back "
+                "from a copy; put the newest roster in force again (`secure-fvi roster verify`)"
+            )
         self._durable(ROSTER, {"serial": serial, "roster": roster})
 
     def policy(self, policy: bytes) -> None:
@@ -276,6 +282,7 @@ class TrailChain(ChainReader):
         super().__init__(TRAIL, party)
         self.jobs: dict[str, JobRecord] = {}
         self.roster: bytes | None = None
+        self.rosters = set[bytes]()  # all that were in force
         self.policy: bytes | None = None
         self.last: Exchanged | None = None  # of the newest row, where it is an exchange
         self._open: dict[tuple[str, str], bytes] = {}  # by job and peer, the last question, until its answer comes
@@ -290,6 +297,7 @@ class TrailChain(ChainReader):
         elif row.kind == ROSTER:
             check_keys(fields, "serial", "roster")
             self.roster = _bytes(fields["roster"])
+            self.rosters.add(self.roster)
         elif row.kind == POLICY:
             check_keys(fields, "policy")
             self.policy = _bytes(fields["policy"])

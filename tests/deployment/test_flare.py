@@ -107,7 +107,7 @@ def test_flare_carries_columns_too(flare: Processes, tmp_path: Path, response: s
     """A vertical job, the response at the server or told to all: posterior, and each silo's own, are those of one
     process, byte for byte. The control: another response's posterior is another."""
     job = ColumnsJob(flare.world, tmp_path, engine=FLARE, algorithm={**VERTICAL, "response": response})
-    flare.launch(job)
+    flare.run(job)
     assert _posterior(job) == _local(job)
     owned(job, flare.world)
     answers = job.files["response"].read_text().splitlines()
@@ -137,7 +137,7 @@ def test_people_are_matched_over_flare(flare: Processes, tmp_path: Path) -> None
     process over the same people in another order finds the same but for the order of its sums."""
     job = ColumnsJob(flare.world, tmp_path, engine=FLARE, alignment=MATCHED, **AT_SILO)
     shuffled(job)
-    flare.launch(job)
+    flare.run(job)
     result = json.loads((tmp_path / "remote" / "result.json").read_text())
     assert result["metrics"]["records"] == PEOPLE - 3
     found, alone = load(_posterior(job)), load(in_order(job))

@@ -229,6 +229,25 @@ def test_a_ledger_that_lacks_what_was_answered_is_an_old_copy(
             decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_roster_that_was_put_back_lets_nobody_in(site: Site, world: World, seen: bool) -> None:
+    """By the log, which has the newer one. The control: one that has not, where who left is a member again."""
+    home, hub = world.homes["north"], world.homes["hub"]
+    site.policy()
+    before, older = (home.path / "accepted.json").read_bytes(), sign_offer(site.offer(), hub.identity())
+    with closing(open_ledger(home)), closing(open_trail(home)) as trail:
+        decide(home, older, trail, NOW, met=True)
+        assert world.roster is not None
+        world.distribute(world.write(world.roster))
+        site.roster = home.roster(NOW)
+        site.policy(rosters=[*site.table["rosters"], site.roster.hash.hex()])
+        if seen:
+            decide(home, sign_offer(site.offer(), hub.identity()), trail, NOW, met=True)
+        (home.path / "accepted.json").write_bytes(before)
+        with pytest.raises(HomeError, match=r"accepted\.json was put back") if seen else nullcontext():
+            decide(home, older, trail, NOW, met=True)
+
+
 def test_what_was_answered_stays_what_it_was(site: Site, world: World) -> None:
     """A refused offer of a job's id took its answers to another data set and privacy: exact totals were in no report,
     or a ledger seemed an old copy. The controls: the offer itself, and one of a job of which nothing was answered."""
