@@ -13,7 +13,8 @@ the exact posterior for whoever knows the curvature and adds up the noise of all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import pyro
@@ -27,10 +28,12 @@ from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms import noise_aware
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.sfvi import SFVI, SFVIProgram
+from secure_fvi.algorithms.structured import global_units
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Extent, agree
+from secure_fvi.trees import Params, merge, part
 from secure_fvi_lab.machine import machine
 
 Kind = Literal["linear", "logistic"]
@@ -39,6 +42,9 @@ DIMENSIONS, ROUNDS, DELTA, SILOS = 10, 300, 1e-5, 200
 CLIPPING = {"linear": 6.0, "logistic": 4.0}
 SITE = 160.0
 EPSILONS, RECORDS = (0.3, 1.0, 3.0), (300, 3000)
+RATE = 0.05
+#: Rounds and learning rate with which broadcasts stray far: the noise of a round is longer, and steps are.
+FAR, FAR_EPSILONS = (1000, 0.1), (1.0, 3.0)
 _PRIOR = Natural(torch.zeros(DIMENSIONS, dtype=torch.float64), torch.eye(DIMENSIONS, dtype=torch.float64))
 
 
@@ -70,22 +76,25 @@ class Fits(NamedTuple):
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    yield f"{'cell':30} {'given':>9} {'covered (99% interval)':>24} {'by q':>6} {'best':>6} {'sd by noise':>12}"
+    yield f"{'cell':46} {'given':>9} {'covered (99% interval)':>24} {'by q':>6} {'best':>6} {'sd by noise':>12}"
     for row in found["rows"]:
         name = f"{row['algorithm']} {row['kind']}, N = {row['records']}, epsilon {row['epsilon']:g}"
+        if row.get("rounds", ROUNDS) != ROUNDS:
+            name += f", {row['rounds']} rounds"
         if row["given"]:
             low, high = row["interval"]
             rest = f"{row['covered']:.3f} ({low:.3f}, {high:.3f})"
             rest = f"{rest:>24} {row['by_q']:6.3f} {row['best']:6.2f} {row['noise_share']:11.0%}"
         else:
             rest = f"{'-':>24} {row['by_q']:6.3f}"
-        yield f"{name:30} {row['given']:4d}/{row['fits']:<4d} {rest}"
+        yield f"{name:46} {row['given']:4d}/{row['fits']:<4d} {rest}"
 
 
 def measure(fits: int, seed: int = 0) -> dict[str, Any]:
-    """Every cell of SFVI, then those of PVI; DESIGN's machine beside it."""
+    """Every cell of SFVI, those in which broadcasts stray, and those of PVI; DESIGN's machine beside it."""
     cells = [(kind, n, e) for kind in ("linear", "logistic") for n in RECORDS for e in EPSILONS]
-    rows = [_sfvi_row(kind, n, e, fits, seed) for kind, n, e in cells]  # type: ignore[arg-type]
+    rows = [sfvi_row(kind, n, e, fits, seed) for kind, n, e in cells]  # type: ignore[arg-type]
+    rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, *FAR) for e in FAR_EPSILONS]
     rows += [_pvi_row(e, fits, seed) for e in EPSILONS]
     return {"machine": machine(), "rounds": ROUNDS, "delta": DELTA, "rows": rows}
 
@@ -101,15 +110,36 @@ def drawn(kind: Kind, records: int, fits: int, rng: torch.Generator) -> Data:
     return Data(beta, x, (torch.rand(fits, records, generator=rng, dtype=torch.float64) < mean.sigmoid()).double())
 
 
-def program_of(kind: Kind, privacy: RecordDP, rounds: int) -> SFVIProgram:
+def program_of(kind: Kind, privacy: RecordDP, rounds: int, rate: float = RATE) -> SFVIProgram:
     """SFVI on the model of a cell; that all silos are here changes no number."""
     rows = {"x": torch.zeros(2, DIMENSIONS, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
     model = FederatedModel({"linear": linear, "logistic": logistic}[kind], record_plate="row")
-    algorithm = SFVI(family="full", iterations=rounds, average_last=0.8)
+    algorithm = SFVI(family="full", iterations=rounds, average_last=0.8, learning_rate=rate)
     parties = build_parties(model, [rows], algorithm, Plain(), privacy=privacy, noise_key=b"bench", compile=False)
     program = parties.server.program
     assert isinstance(program, SFVIProgram)
     return program
+
+
+def of_each(of: Params, fits: int) -> Params:
+    """These tensors for each of so many fits, counts of steps aside, which all fits share."""
+    return {name: v.expand(fits, *v.shape).clone() if v.dim() else v.clone() for name, v in of.items()}
+
+
+def moving(program: SFVIProgram) -> Callable[..., tuple[Params, Params, Params]]:
+    """The server's step of all fits together: its gradient mapped over fits, and its optimiser, which takes each number
+    by itself."""
+    pulled, units = vmap(program._pull_back, (0, None, 0, 0, 0, None)), vmap(partial(global_units, program.family))
+
+    def move(
+        eta: Params, moments: Params, average: Params, eps: Tensor, direct: Tensor, path: Tensor, factors: Tensor
+    ) -> tuple[Params, Params, Params]:
+        gradient = merge(eta=pulled(eta, {}, eps, direct, path, {}).eta)
+        params, moments = program.optimizer.step(merge(eta=eta), gradient, moments, factors[1], units(eta))
+        average = {name: old + factors[2] * (params[name] - old) for name, old in average.items()}
+        return part(params, "eta"), moments, average
+
+    return move
 
 
 def simulated(
@@ -119,13 +149,11 @@ def simulated(
     same in all fits, in place of draws of their own."""
     fits, config = len(data.beta), program.config
     start = program.init()
-    eta, moments = (
-        {name: v.expand(fits, *v.shape).clone() for name, v in of.items()} for of in (start.eta, start.moments)
-    )
+    eta, moments = (of_each(of, fits) for of in (start.eta, start.moments))
     average = {f"eta/{name}": v for name, v in eta.items()}
-    move, draw = vmap(program._move_function, (0, None, 0, 0, 0, 0, 0, None)), vmap(program.family.transform)
+    move, draw = moving(program), vmap(program.family.transform)
     eps, norms = start.eps.expand(fits, -1), data.x.norm(dim=2)
-    z, nothing = draw(eta, eps), torch.zeros(fits, dtype=torch.float64)
+    z = draw(eta, eps)
     broadcasts, totals = [], []
     averaged = 0
     for round_ in range(config.iterations):
@@ -141,23 +169,25 @@ def simulated(
         following = torch.randn(fits, program.family.noise_size, generator=rng, dtype=torch.float64)
         if alike:
             following = program._noise(round_ + 1).expand(fits, -1)
-        sums = {"direct": total, "objective": nothing}
-        eta, _, moments, average, z, _, _ = move(eta, {}, moments, average, eps, following, sums, factors)
-        eps = following
+        eta, moments, average = move(eta, moments, average, eps, total, torch.zeros_like(total), factors)
+        eps, z = following, draw(eta, following)
     ended = {name.removeprefix("eta/"): value for name, value in average.items()}
     sds = vmap(program.family.stddev)(ended)
     return Fits(torch.stack(broadcasts, 1), torch.stack(totals, 1), ended["loc"], sds)
 
 
-def _sfvi_row(kind: Kind, records: int, epsilon: float, fits: int, seed: int) -> dict[str, Any]:
+def sfvi_row(
+    kind: Kind, records: int, epsilon: float, fits: int, seed: int, rounds: int = ROUNDS, rate: float = RATE
+) -> dict[str, Any]:
+    """A cell of SFVI. `strayed`: the sd of a row's linear predictor over the broadcasts that are averaged."""
     clip = CLIPPING[kind]
     rng = torch.Generator().manual_seed(seed)
     privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=clip, noise="silo", retries=0)
-    program = program_of(kind, privacy, ROUNDS)
+    program = program_of(kind, privacy, rounds, rate)
     variance = noise_aware.variance_of(program.terms["round"], 1, clip)
     data = drawn(kind, records, fits, rng)
     found = simulated(program, kind, data, clip, math.sqrt(variance), rng)
-    first = math.ceil(ROUNDS * (1 - program.config.average_last))
+    first = math.ceil(rounds * (1 - program.config.average_last))
     answers = []
     for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
         trace = noise_aware.nothing_seen(DIMENSIONS)
@@ -168,8 +198,12 @@ def _sfvi_row(kind: Kind, records: int, epsilon: float, fits: int, seed: int) ->
     weight = torch.ones_like(mean) if kind == "linear" else mean.sigmoid() * (-mean).sigmoid()
     curvature = data.x.mT @ (weight.unsqueeze(-1) * data.x)
     q = (found.mean - data.beta).abs() < 1.96 * found.sd
-    best = _best_sd(curvature, variance / ROUNDS)
-    return {"algorithm": "SFVI", "kind": kind, "records": records, **_told(answers, data.beta, q, best), **_of(privacy)}
+    best = _best_sd(curvature, variance / rounds)
+    strayed = float(found.z[:, first:].var(1).sum(1).mean().sqrt())
+    return {
+        "algorithm": "SFVI", "kind": kind, "records": records, "rounds": rounds, "rate": rate, "strayed": strayed,
+        **_told(answers, data.beta, q, best), **_of(privacy),
+    }  # fmt: skip
 
 
 def _pvi_row(epsilon: float, fits: int, seed: int) -> dict[str, Any]:

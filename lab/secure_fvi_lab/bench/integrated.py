@@ -35,6 +35,7 @@ from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.models import six_cities
 from secure_fvi.privacy.settings import RecordDP
+from secure_fvi_lab.bench.coverage import moving, of_each
 from secure_fvi_lab.machine import machine
 
 SITES = ("1", "smoke", "age", "smoke x age", "omega")
@@ -156,22 +157,22 @@ class Fits(NamedTuple):
 def simulated(program: SFVIProgram, data: Children, variance: float, rng: torch.Generator) -> Fits:
     fits, config, own = len(data.truth), program.config, bool(program.n_record)
 
-    def each(of: Any) -> dict[str, Tensor]:
-        return {name: v.expand(fits, *v.shape).clone() for name, v in of.items()}
-
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     start = program.init()
-    eta, moments = each(start.eta), each(start.moments)
+    eta, moments = (of_each(of, fits) for of in (start.eta, start.moments))
     average = {f"eta/{name}": v for name, v in eta.items()}
-    move, draw = vmap(program._move_function, (0, None, 0, 0, 0, 0, 0, None)), vmap(program._draw)
+    move, draw = moving(program), vmap(program._draw)
     eps = start.eps.expand(fits, -1)
     z, shift = draw(eta, eps)
     children = data.smoke.shape[1]
     centre = program.problem.start.z_record[:1].expand(children if own else 0, -1)
     latents = program.first_latents(centre, program.problem.start.z_silo)
-    record, state = each(latents.record), each(latents.record_moments)
+    record, state = (
+        {name: v.expand(fits, *v.shape).clone() for name, v in of.items()}
+        for of in (latents.record, latents.record_moments)
+    )
     ones, rows = torch.ones_like(data.smoke), {"smoke": data.smoke, "wheeze": data.wheeze}
     one, nothing = torch.ones((), dtype=torch.float64), torch.zeros(1, 0, dtype=torch.float64)
 
@@ -198,11 +199,11 @@ def simulated(program: SFVIProgram, data: Children, variance: float, rng: torch.
         total = total + math.sqrt(variance) * normal(*total.shape)
         totals.append(total[:, :5])
         factors = torch.tensor([1.0, config.multiplier(round_), 1 / max(averaged, 1)], dtype=torch.float64)
-        sums = {"direct": total[:, :5], "objective": torch.zeros(fits, dtype=torch.float64)}
-        sums |= {"path": total[:, 5:]} if own else {}
+        path = total[:, 5:] if own else torch.zeros_like(total)
         following = normal(fits, program.family.noise_size)
-        eta, _, moments, average, z, shift, _ = move(eta, {}, moments, average, eps, following, sums, factors)
+        eta, moments, average = move(eta, moments, average, eps, total[:, :5], path, factors)
         eps = following
+        z, shift = draw(eta, eps)
     ended = {name.removeprefix("eta/"): value for name, value in average.items()}
     z, g, apart = (torch.stack(part, 1) for part in (asked, totals, off))
     return Fits(z, g, apart, ended["loc"], vmap(program.family.stddev)(ended), cut / averaged)
