@@ -284,6 +284,18 @@ def test_the_bench_makes_the_rounds_of_a_fit() -> None:
     assert torch.allclose(result.unaware["beta"].sd, simulated.sd[1], atol=1e-5)
 
 
+@pytest.mark.later
+def test_broadcasts_that_stray_far_make_intervals_too_short() -> None:
+    """The limit of the parabola, in a logistic regression: intervals are given, and cover too little. In the control
+    broadcasts stay near. Of 150 to 200 intervals of 95% nine tenths or fewer by chance once in 250 to 900 seeds, were
+    they independent."""
+    far = coverage.sfvi_row("logistic", 3000, 1.0, 20, 3, *coverage.FAR)
+    near = coverage.sfvi_row("logistic", 3000, 3.0, 20, 3)
+    assert far["strayed"] > 2 * near["strayed"]
+    assert min(far["given"], near["given"]) >= 15
+    assert far["covered"] < 0.9 <= near["covered"]
+
+
 def test_sfvi_is_narrower_than_each_way_to_make_pvi_private(monkeypatch: pytest.MonkeyPatch) -> None:
     """At equal epsilon, by the bench's prototypes; with ten silos all cover but those of single records, of which the
     longest are cut: of 40 intervals of 95% fewer than 33 by chance with probability .001 each."""
