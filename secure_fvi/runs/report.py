@@ -38,8 +38,8 @@ class Picture(NamedTuple):
     alt: str
 
 
-def write_report(directory: Path) -> Path:
-    """Write report.html, and its table as table.csv, from the other files of a finished run. Which file it is."""
+def write_report(directory: Path) -> None:
+    """Write report.html, and its table as table.csv, from the other files of a finished run."""
     run = RunDirectory(directory)
     result = run.read_result()
     config = run.read_config()
@@ -78,7 +78,6 @@ def write_report(directory: Path) -> Path:
     )
     write_atomically(directory / REPORT, text.encode())
     write_atomically(directory / TABLE, _as_csv(result).encode())
-    return directory / REPORT
 
 
 def _as_csv(result: dict[str, Any]) -> str:

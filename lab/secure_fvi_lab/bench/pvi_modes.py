@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from scipy.stats import binomtest
 from torch import Tensor
+from torch.func import vmap
 
-from secure_fvi.algorithms.natural import MOST_LOST, Natural
+from secure_fvi.algorithms.natural import Natural, packed_size, unpack
 from secure_fvi.algorithms.noise_aware import of_sites, variance_of
-from secure_fvi.algorithms.pvi import _SETTLING, _TURNOVERS
+from secure_fvi.algorithms.pvi import _SETTLING, _TURNOVERS, moved_by
 from secure_fvi.privacy.settings import Placement, RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi_lab.bench.coverage import DELTA, DIMENSIONS, Data, drawn
@@ -55,7 +56,8 @@ CLIP, COUNTED = 10.0, 200
 WITHIN, MOST_NOISE = 0.975, 0.4
 _EYE = torch.eye(DIMENSIONS, dtype=torch.float64)
 _ROWS, _COLS = torch.tril_indices(DIMENSIONS, DIMENSIONS)
-_PACKED = DIMENSIONS + len(_ROWS)
+_PACKED = packed_size(DIMENSIONS, True)
+_PRIOR = Natural(torch.zeros(DIMENSIONS, dtype=torch.float64), _EYE)
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -117,8 +119,7 @@ def _row(mode: str, silos: int, epsilon: float, data: Data, rng: torch.Generator
 
 def _by_run(found: Tensor, variance: float, beta: Tensor, exact: Tensor) -> dict[str, Any]:
     """What a run says, which knows the totals alone."""
-    prior = Natural(torch.zeros(DIMENSIONS, dtype=torch.float64), _EYE)
-    answers = [of_sites(Natural(t[:DIMENSIONS], _precisions(t)), variance, prior) for t in found]
+    answers = [of_sites(unpack(total, DIMENSIONS, True), variance, _PRIOR) for total in found]
     given = [(k, a) for k, a in enumerate(answers) if not isinstance(a, str)]
     if not given:
         return {"given": 0}
@@ -168,7 +169,7 @@ def _settled(
         if round_ >= _SETTLING * ROUNDS:
             said += total + site
             counted += 1
-        site = site + damping * total if by_silo else _moved(site, damping * total)
+        site = site + damping * total if by_silo else vmap(vmap(_moved))(site, damping * total)
     return (said / counted).sum(1), variance * places / counted, norm
 
 
@@ -183,19 +184,9 @@ def _cut(rows: Tensor, norm: float) -> Tensor:
 
 
 def _moved(site: Tensor, step: Tensor) -> Tensor:
-    """`pvi.moved_by`, of many."""
-    root = torch.linalg.cholesky(torch.linalg.inv(_EYE + _precisions(site)))
-    values, vectors = torch.linalg.eigh(root.mT @ _precisions(step) @ root)
-    back = torch.linalg.inv(root).mT @ vectors
-    taken = (back * values.clamp(min=-MOST_LOST).unsqueeze(-2)) @ back.mT
-    return site + torch.cat([step[..., :DIMENSIONS], taken[..., _ROWS, _COLS]], -1)
-
-
-def _precisions(packed: Tensor) -> Tensor:
-    """(..., n, n) of packed sites."""
-    lower = packed.new_zeros(*packed.shape[:-1], DIMENSIONS, DIMENSIONS)
-    lower[..., _ROWS, _COLS] = packed[..., DIMENSIONS:]
-    return lower + lower.tril(-1).mT
+    """All sites after a step of the server, (packed,)."""
+    q = unpack(site, DIMENSIONS, True).plus(_PRIOR)
+    return moved_by(q, unpack(step, DIMENSIONS, True), 1.0).minus(_PRIOR).pack()
 
 
 def _by_steps(mode: str, silos: int, epsilon: float, data: Data, rng: torch.Generator) -> tuple[Tensor, float]:
