@@ -82,20 +82,19 @@ class Laboratory:
         privacy: DP | None = None,
         *,
         worlds: int,
-        late: LateStart | None = None,
+        late: LateStart | int = 0,
         targets: LateStart | None = None,
-        unseen: int = 0,
         simulated: bool,
         real_data: bool = False,
     ) -> None:
-        """`worlds`: about how many runs it will make. `late`: where each begins, if not at the algorithm's start.
-        `unseen`: the first so many rounds are not recorded.
+        """`worlds`: about how many runs it will make. `late`: where each begins, if not at the algorithm's start; or
+        how many rounds at its beginning are not recorded.
         `targets`: whose latents the attacks are after, if not those that the run itself ends with: a few rounds of
         SFVI-Avg or PVI leave these far from where they will be."""
         self.model, self.aggregation, self.privacy = model, aggregation, privacy
         self.algorithm = Shared(algorithm, worlds)
         self._simulated, self._real_data = simulated, real_data
-        self._late, self._targets, self._unseen = late, targets, unseen
+        self._late, self._targets = late, targets
 
     def run(self, silos: Sequence[Data], seed: int) -> Outcome:
         """A whole run. The silos' draws, and on simulated data the noise, follow from `seed`; masks never do."""
@@ -104,11 +103,12 @@ class Laboratory:
             self.model, silos, self.algorithm, self.aggregation, seed,
             privacy=self.privacy, noise_key=noise_key,
         )  # fmt: skip
-        if self._late is not None:
+        if isinstance(self._late, LateStart):
             self._late.apply(server, list(engine.silos.values()))
         rounds = Run(Parties(server, engine, guards), lambda _: None)
-        while server.rounds < self._unseen:
-            next(rounds)
+        if isinstance(self._late, int):
+            for _ in range(self._late):
+                next(rounds)
         recorder = Recorder(server, engine, self.aggregation.kind, simulated=self._simulated, real_data=self._real_data)
         for _ in rounds:
             pass
@@ -459,9 +459,8 @@ class Workbench:
             protection.aggregation,
             protection.privacy,
             worlds=worlds or self.worlds * len(self.sizes),
-            late=self.late if sfvi and not other_end else None,
+            late=self.late if sfvi and not other_end else unseen,
             targets=self.late if self.layout.size("record") and not own_latents else None,
-            unseen=unseen,
             simulated=self._simulated,
             real_data=self._real_data,
         )

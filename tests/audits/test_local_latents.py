@@ -26,9 +26,9 @@ ROUNDS = 12
 
 def sample(aggregation: Any, sizes: tuple[int, ...], worlds: int, first: int = 0, algorithm: Any = None) -> Sample:
     pool = load().records
-    late = late_start() if algorithm is None else None
+    late = late_start() if algorithm is None else 0
     algorithm = algorithm or shortened(sf.SFVI(), ROUNDS)
-    targets = None if late is not None else late_start()
+    targets = None if late else late_start()
     laboratory = Laboratory(
         PROGRAM.model, algorithm, aggregation, worlds=worlds * len(sizes), late=late, targets=targets, simulated=True
     )
