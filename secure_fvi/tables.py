@@ -85,6 +85,23 @@ _MARKS = ",;\t|"
 _MOST_LINES, _MOST_CHARACTERS = 64, 1 << 19
 #: Rows that a message names.
 _NAMED = 5
+#: What DuckDB checks of a column of Parquet as it reads it, where one cell fails the whole file: times of day, moments
+#: in milliseconds, which it multiplies, JSON. And why such a column is not there under privacy of records.
+_CHECKED_AS_READ = re.compile(r"TIME_.*|TIMESTAMP_MILLIS|TimeType.*|TimestampType.*MILLIS=Milli.*|JSON|JsonType.*")
+_UNREAD = (
+    " that can be read cell by cell: of a Parquet file times of day, moments in milliseconds and JSON are read as a "
+    "whole or not at all; write it as text, as a date, or in microseconds"
+)
+#: Functions of SQLite that raise at no value: all that a view in its file may call under privacy of records.
+_RAISE_NOTHING = {
+    "avg", "coalesce", "count", "date", "datetime", "ifnull", "iif", "instr", "julianday", "length", "lower", "ltrim",
+    "max", "min", "nullif", "round", "rtrim", "strftime", "substr", "substring", "time", "total", "trim", "typeof",
+    "upper",
+}  # fmt: skip
+_OF_VIEWS = (
+    "a view or computed column in it may fail at one cell, and all others would go with it: write that in the query, "
+    "or store the result as a table"
+)
 #: SQL for the characters that may stand about a cell's text.
 _BLANKS = "' ' || chr(9) || chr(10) || chr(13) || chr(160)"
 _NUMERIC = re.compile(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DECIMAL.*")
@@ -226,9 +243,10 @@ def _unspoilt(found: Coded, missing: Missing, own: str) -> Coded:
 def with_gaps(files: Path | Mapping[str, Path], coding: Coding) -> Coded:
     """Every row of a table of numbers, NaN in cells that do not fit, of which `spoilt` says: for rows that have to stay
     where they are. Raises DataError for a table that cannot be read at all."""
-    # Of SQLite a cell alone is left out; of a file of lines it would be a line.
+    # Of SQLite and Parquet a cell alone is left out; of a file of lines it would be a line.
     paths = files.values() if isinstance(files, Mapping) else [files]
-    found = check_table(files, coding, spoilt=all(_format(_regular(Path(path))) == "sqlite" for path in paths))
+    formats = {_format(_regular(Path(path))) for path in paths}
+    found = check_table(files, coding, spoilt=formats <= {"sqlite", "parquet"})
     columns = {name: values.astype(np.float64) for name, values in found.columns.items()}
     wrong = [finding for finding in found.findings if finding.what != _AGAIN]
     for finding in wrong:
@@ -341,6 +359,8 @@ def code_columns(
 def _checked(table: Opened, coding: Coding, only: Iterable[str] | None, every_id: bool) -> Coded:
     """every_id: in columns of ids that are not `only` too, where the table has them, repeats are looked for, since rows
     that stand twice count twice in any model. Of gaps and ranges there nothing is said: nobody uses these columns."""
+    if table.unread and not isinstance(coding, Dictionary):  # of which all columns are wanted
+        raise DataError(f"'{table.unread[0]}' is no column{_UNREAD}")
     dictionary = coding if isinstance(coding, Dictionary) else coding(table.types)
     wanted = list(dictionary.columns if only is None else only)
     for name in wanted:
@@ -350,7 +370,9 @@ def _checked(table: Opened, coding: Coding, only: Iterable[str] | None, every_id
             # Where none of the names is there, the first line may be no header but a record.
             headed = any(n in table.types for n in wanted)
             hint = nearest(name, table.types) if headed else "; does its first line name the columns?"
-            if alike := [n for n in table.types if n.lower() == name.lower()]:
+            if name in table.unread:
+                hint = _UNREAD
+            elif alike := [n for n in table.types if n.lower() == name.lower()]:
                 hint = f"; there is '{alike[0]}', in other letters: write it so in the dictionary, or rename it"
             raise DataError(f"the table has no column '{name}'{hint}")
     ids = dictionary.all_different
@@ -563,12 +585,13 @@ def _renumbered(
 @dataclasses.dataclass(frozen=True)
 class Opened:
     """Tables that were let in. rows: SQL for the rows in use, with columns c0, c1, ...; types: DuckDB's, by name;
-    left_out: what could not be read before the query saw it."""
+    left_out: what could not be read before the query saw it; unread: columns that were not let in (`_by_cells`)."""
 
     connection: duckdb.DuckDBPyConnection
     rows: str
     types: dict[str, str]
     left_out: Sequence[str] = ()
+    unread: Sequence[str] = ()
 
     def fetch(self, sql: str) -> dict[str, npt.NDArray[Any]]:
         """Columns of `sql`, which is our own; missing ones masked."""
@@ -618,6 +641,8 @@ def opened(
         shown = {
             p: p if left_out is None else copies.enter_context(_readable(p, seconds, left_out)) for p in paths.values()
         }
+        parquet = [_quoted(str(p)) for p in paths.values() if spoilt and _format(p) == "parquet"]
+        unread = [name for where in parquet for name in _unread(connection, where)]
         tables = [
             table
             for name, path in paths.items()
@@ -635,13 +660,18 @@ def opened(
         _check_query(connection, query, list(paths))
         inner = query.strip().rstrip(";")
         _check_names(connection, query)
-        described = connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)").fetchall()
+        try:
+            described = connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)").fetchall()
+        except duckdb.BinderException:
+            if gone := [name for name in unread if name in inner]:
+                raise InputError(f"the query cannot be carried out: '{gone[0]}' is no column{_UNREAD}") from None
+            raise
         types = {row[0]: str(row[1]) for row in described}
         aliases = ", ".join(f"c{i}" for i in range(len(described)))
         if spoilt:
             inner = _tried(connection, inner)
             connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)")
-        yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types, left_out or ())
+        yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types, left_out or (), unread)
 
 
 @contextmanager
@@ -963,10 +993,48 @@ def _let_in(
             "strict_mode=true, null_padding=false, hive_partitioning=false, "
             f"parallel={'true' if left_out is None else 'false'}, columns={_texts(columns)})"
         )
-    else:
+    elif left_out is None:
         rows = f"read_parquet({where}, hive_partitioning=false)"
+    else:
+        rows = _by_cells(connection, where)
     connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {rows}")
     return [table]
+
+
+def _by_cells(connection: duckdb.DuckDBPyConnection, where: str) -> str:
+    """A Parquet file with the columns of which one cell takes no other away, as its schema alone says. What is no UTF-8
+    has '?' in its place; the least moment of 64 bits, on which DuckDB's casts fail whatever is tried, is a gap."""
+    rows = f"read_parquet({where}, hive_partitioning=false, utf8_validation='replace')"
+    unread = _unread(connection, where)
+    types = [row[:2] for row in connection.execute(f"DESCRIBE SELECT * FROM {rows}").fetchall()]
+    kept = [
+        f"CASE WHEN {said} >= '-infinity'::{kind} THEN {said} END AS {said}" if kind.startswith("TIMESTAMP") else said
+        for name, kind in types
+        if name not in unread
+        for said in [_identifier(name)]
+    ]
+    if not kept:
+        raise DataError(f"no column of it is one{_UNREAD}")
+    return f"(SELECT {', '.join(kept)} FROM {rows})"
+
+
+def _unread(connection: duckdb.DuckDBPyConnection, where: str) -> list[str]:
+    """Columns of a Parquet file that DuckDB checks as it reads them; those that hold such ones with them."""
+    schema = connection.execute(
+        f"SELECT name, num_children, converted_type, logical_type FROM parquet_schema({where})"
+    ).fetchall()
+    found, places = list[str](), iter(schema)
+
+    def checked(children: int | None, *types: str | None) -> bool:
+        inner = [checked(*next(places)[1:]) for _ in range(children or 0)]
+        return any(inner) or any(_CHECKED_AS_READ.fullmatch(t) for t in types if t is not None)
+
+    _, columns, *_ = next(places)
+    for _ in range(columns or 0):
+        name, *of = next(places)
+        if checked(*of):
+            found.append(name)
+    return found
 
 
 @contextmanager
@@ -1119,6 +1187,8 @@ def _copied(
         held = file.execute(
             "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%' ORDER BY name"
         ).fetchall()
+        if left_out is not None:
+            file.set_authorizer(_raises_nothing)
         for (inner,) in held:
             if query is None or re.search(rf"(?<!\w){re.escape(inner)}(?!\w)", query, re.IGNORECASE):
                 made.append(f"{_identifier(name)}.{_identifier(inner)}")
@@ -1126,6 +1196,12 @@ def _copied(
     finally:
         file.close()
     return made
+
+
+def _raises_nothing(action: int, _: str | None, name: str | None, *__: str | None) -> int:
+    """Whether SQLite may do what the SQL of a view asks for: of functions, such as raise at no cell."""
+    raises = action == sqlite3.SQLITE_FUNCTION and name is not None and name.lower() not in _RAISE_NOTHING
+    return sqlite3.SQLITE_DENY if raises else sqlite3.SQLITE_OK
 
 
 #: Of a type by which a SQLite column is declared: what it holds, and how that is called in DuckDB.
@@ -1161,7 +1237,10 @@ def _copy(
     for it where that is None."""
     rows = file.execute(f"SELECT * FROM {_identifier(inner)}")
     columns = [d[0] for d in rows.description]
-    said = dict(file.execute("SELECT name, type FROM pragma_table_xinfo(?)", (inner,)).fetchall())
+    known = file.execute("SELECT name, type, hidden FROM pragma_table_xinfo(?)", (inner,)).fetchall()
+    if left_out is not None and any(hidden > 1 for *_, hidden in known):  # computed, by SQL that nobody looks through
+        raise DataError(_OF_VIEWS)
+    said = {name: kind for name, kind, _ in known}
     declared = [_declared(said.get(c) or "") for c in columns]
     types = [kind if typed or kind == "BLOB" else "VARCHAR" for _, kind in declared]
     made = ", ".join(f"{_identifier(c)} {t}" for c, t in zip(columns, types, strict=True))
@@ -1241,7 +1320,11 @@ def _in_other_words(seconds: float, memory: str, paths: Iterable[Path] = ()) -> 
         ) from None
     except duckdb.Error as error:
         raise DataError(_why_unreadable(error, list(paths))) from None
-    except sqlite3.OperationalError as error:
+    except sqlite3.DatabaseError as error:
+        if "not authorized" in str(error):  # at a view's SQL, before any cell is read
+            raise DataError(_OF_VIEWS) from None
+        if not isinstance(error, sqlite3.OperationalError):
+            raise DataError(f"it cannot be read as SQLite ({type(error).__name__})") from None
         slow = str(error) == "interrupted"
         raise DataError(
             f"reading it takes more than {seconds:g} seconds" if slow else "it is locked or damaged"

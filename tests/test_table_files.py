@@ -831,6 +831,80 @@ def test_a_record_that_cannot_be_read_takes_no_other_away(tmp_path: Path, what: 
         read_coded(tmp_path / name, d, query)
 
 
+#: Of Parquet: how others' cells are written and a record's own, the bytes of that, and what takes their place.
+_PATCHED = {
+    "text": ("'x'", "'zqzq'", b"zqzq", b"\xff" * 4),
+    "moment": ("TIMESTAMP '2020-01-01'", "TIMESTAMP '1970-01-01 00:00:01'", b"@B\x0f" + b"\0" * 5, b"\0" * 7 + b"\x80"),
+    "milliseconds": (
+        "TIMESTAMP_MS '2020-01-01'", "TIMESTAMP_MS '1970-01-01 00:16:40'", b"@B\x0f" + b"\0" * 5, b"\0" * 7 + b"\x40",
+    ),
+    "time of day": ("TIME '01:00:00'", "TIME '00:00:01'", b"@B\x0f" + b"\0" * 5, b"\xff" * 8),
+    "JSON": ("'{}'::JSON", """'{"zqzq":1}'::JSON""", b'{"zqzq":1}', b"{bad------"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", _PATCHED)
+@pytest.mark.parametrize("query", [None, "SELECT * FROM data", "SELECT a, b, c FROM data WHERE c::VARCHAR <> '-'"])
+def test_a_cell_of_parquet_takes_no_other_away(tmp_path: Path, what: str, query: str | None) -> None:
+    """That DuckDB refuses as it reads, and the whole file with it. Of which columns it does so the schema says, and so
+    whether they are read. The control is its reading for anybody else."""
+    path, (others, own, old, new) = tmp_path / "t.parquet", _PATCHED[what]
+    d = Dictionary(
+        {"b": Column("integer"), "c": Column("category" if what == "text" else "id", ("x",) * (what == "text"))}
+    )
+
+    def kept(odd: bool, spoilt: str | None = "") -> list[int] | str:
+        rows = f"SELECT range AS b, .5 AS a, {others} AS c FROM range(6) UNION ALL SELECT 9, .5, {own}"
+        duckdb.sql(f"COPY ({rows}) TO '{path}' (FORMAT parquet, COMPRESSION uncompressed)")
+        assert old in path.read_bytes()
+        if odd:
+            path.write_bytes(path.read_bytes().replace(old, new))
+        try:
+            return [b for b in read_coded(path, d, query, spoilt=spoilt).columns["b"].tolist() if b != 9]
+        except (DataError, InputError) as error:
+            return str(error)
+
+    assert kept(odd=True) == kept(odd=False)
+    if what in ("text", "moment"):
+        assert kept(odd=True) == list(range(6))
+    else:
+        assert "cell by cell" in str(kept(odd=True))
+    assert "cannot be read as Parquet" in (said := str(kept(odd=True, spoilt=None))) or "casts a cell" in said
+
+
+@pytest.mark.parametrize(
+    ("sql", "cell"),
+    [
+        ("CREATE VIEW w AS SELECT a, abs(x) AS b FROM t", -(2**63)),
+        ("CREATE VIEW w AS SELECT a, json_extract(x, '$.v') AS b FROM t", "{bad"),
+        ("CREATE VIEW w AS SELECT a, (SELECT sum(x) FROM t) AS b FROM t", 2**63 - 1),
+        ("ALTER TABLE t ADD COLUMN b AS (abs(x)); CREATE VIEW w AS SELECT 1", -(2**63)),
+    ],
+)
+def test_sql_that_stands_in_a_sqlite_file_takes_no_record_away(tmp_path: Path, sql: str, cell: Any) -> None:
+    """Of a view or a computed column that fails at one cell, and all others with it: refused for its functions, under
+    privacy of records, whatever the cells are. The control is the reading for anybody else, which the cell decides."""
+    d, table = Dictionary({"a": Column("integer")}), "t" if "ALTER" in sql else "w"
+
+    def read(*more: tuple[int, Any], spoilt: str | None = "", sql: str = sql) -> list[int]:
+        with contextlib.closing(sqlite3.connect(tmp_path / "t.sqlite")) as file:
+            file.executescript("DROP VIEW IF EXISTS w; DROP TABLE IF EXISTS t; CREATE TABLE t (a INTEGER, x)")
+            file.executemany("INSERT INTO t (a, x) VALUES (?, ?)", [(1, 7), (2, 8), *more])
+            file.executescript(sql)
+        found = read_coded(tmp_path / "t.sqlite", d, f"SELECT a, b FROM data.{table}", spoilt=spoilt)
+        return [int(a) for a in found.columns["a"]]
+
+    for rows in ([], [(3, cell)]):
+        with pytest.raises(DataError, match="write that in the query"):
+            read(*rows)
+    assert read(spoilt=None) == [1, 2]
+    with pytest.raises(DataError, match="locked or damaged"):
+        read((3, cell), spoilt=None)
+    if table == "w":
+        harmless = "CREATE VIEW w AS SELECT a, CAST(coalesce(x, 0) AS REAL) AS b FROM t"
+        assert read((3, cell), sql=harmless) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"], ids=["LF", "CR LF", "CR"])
 @pytest.mark.parametrize("cell", [b"1", b'"1"', b'"\n"'], ids=["", "quoted", "line ends"])
 def test_a_line_of_very_many_cells_takes_no_other_away(tmp_path: Path, end: bytes, cell: bytes) -> None:
