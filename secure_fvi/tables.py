@@ -85,9 +85,15 @@ _MARKS = ",;\t|"
 _MOST_LINES, _MOST_CHARACTERS = 64, 1 << 19
 #: Rows that a message names.
 _NAMED = 5
-#: What DuckDB checks of a column of Parquet as it reads it, where one cell fails the whole file: times of day, moments
-#: in milliseconds, which it multiplies, JSON. And why such a column is not there under privacy of records.
-_CHECKED_AS_READ = re.compile(r"TIME_.*|TIMESTAMP_MILLIS|TimeType.*|TimestampType.*MILLIS=Milli.*|JSON|JsonType.*")
+#: A Parquet file under privacy of records. What DuckDB checks of a column as it reads it, where one cell fails all
+#: of the file: times of day, moments in milliseconds, which it multiplies, JSON, what stands for shapes, and numbers of as
+#: many bytes as each takes. And why such a column is not there.
+_PARQUET = "read_parquet({}, hive_partitioning=false, utf8_validation='replace')"
+_CHECKED_AS_READ = re.compile(
+    r"TIME(_.*|Type.*)?|TIMESTAMP_MILLIS|TimestampType.*MILLIS=Milli.*|JSON|JsonType.*|BSON|BsonType.*|Geo.*|"
+    r"VARIANT|VariantType.*|BYTE_ARRAY DECIMAL",
+    re.IGNORECASE,
+)
 _UNREAD = (
     " that can be read cell by cell: of a Parquet file times of day, moments in milliseconds and JSON are read as a "
     "whole or not at all; write it as text, as a date, or in microseconds"
@@ -642,7 +648,7 @@ def opened(
             p: p if left_out is None else copies.enter_context(_readable(p, seconds, left_out)) for p in paths.values()
         }
         parquet = [_quoted(str(p)) for p in paths.values() if spoilt and _format(p) == "parquet"]
-        unread = [name for where in parquet for name in _unread(connection, where)]
+        unread = [name for where in parquet for name, _, checked in _columns_of(connection, where) if checked]
         tables = [
             table
             for name, path in paths.items()
@@ -1004,37 +1010,31 @@ def _let_in(
 def _by_cells(connection: duckdb.DuckDBPyConnection, where: str) -> str:
     """A Parquet file with the columns of which one cell takes no other away, as its schema alone says. What is no UTF-8
     has '?' in its place; the least moment of 64 bits, on which DuckDB's casts fail whatever is tried, is a gap."""
-    rows = f"read_parquet({where}, hive_partitioning=false, utf8_validation='replace')"
-    unread = _unread(connection, where)
-    types = [row[:2] for row in connection.execute(f"DESCRIBE SELECT * FROM {rows}").fetchall()]
     kept = [
         f"CASE WHEN {said} >= '-infinity'::{kind} THEN {said} END AS {said}" if kind.startswith("TIMESTAMP") else said
-        for name, kind in types
-        if name not in unread
+        for name, kind, checked in _columns_of(connection, where)
+        if not checked
         for said in [_identifier(name)]
     ]
     if not kept:
         raise DataError(f"no column of it is one{_UNREAD}")
-    return f"(SELECT {', '.join(kept)} FROM {rows})"
+    return f"(SELECT {', '.join(kept)} FROM {_PARQUET.format(where)})"
 
 
-def _unread(connection: duckdb.DuckDBPyConnection, where: str) -> list[str]:
-    """Columns of a Parquet file that DuckDB checks as it reads them; those that hold such ones with them."""
-    schema = connection.execute(
-        f"SELECT name, num_children, converted_type, logical_type FROM parquet_schema({where})"
-    ).fetchall()
-    found, places = list[str](), iter(schema)
+def _columns_of(connection: duckdb.DuckDBPyConnection, where: str) -> list[tuple[str, str, bool]]:
+    """Of each column of a Parquet file its name and DuckDB's type, and whether DuckDB checks it as it reads it, or what
+    it holds."""
+    said = "converted_type, logical_type, duckdb_type, type || ' ' || converted_type"
+    schema = connection.execute(f"SELECT num_children, {said} FROM parquet_schema({where})").fetchall()
+    described = connection.execute(f"DESCRIBE SELECT * FROM {_PARQUET.format(where)}").fetchall()
+    places = iter(schema[1:])  # behind the root: each part, and behind it those that it holds
 
-    def checked(children: int | None, *types: str | None) -> bool:
-        inner = [checked(*next(places)[1:]) for _ in range(children or 0)]
+    def checked() -> bool:
+        children, *types = next(places)
+        inner = [checked() for _ in range(children or 0)]
         return any(inner) or any(_CHECKED_AS_READ.fullmatch(t) for t in types if t is not None)
 
-    _, columns, *_ = next(places)
-    for _ in range(columns or 0):
-        name, *of = next(places)
-        if checked(*of):
-            found.append(name)
-    return found
+    return [(name, kind, checked() or _CHECKED_AS_READ.fullmatch(kind) is not None) for name, kind, *_ in described]
 
 
 @contextmanager
