@@ -282,11 +282,12 @@ class _Fenced(contextlib.ExitStack):
         )
 
 
-#: Numbers of system calls: x86-64, arm64. New programs, other processes' memory, sockets, mounts, kernel interfaces,
-#: memory that is in no address space.
+#: Numbers of system calls: x86-64, arm64. New programs, other processes' memory and files, sockets, mounts,
+#: kernel interfaces, memory that is in no address space.
 _FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "socket": (41, 198), "socketpair": (53, 199),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440),
     "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "mount": (165, 40),
     "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
     "perf_event_open": (298, 241), "userfaultfd": (323, 282),

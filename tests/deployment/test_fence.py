@@ -96,6 +96,8 @@ REACH: dict[str, str] = {
     "read the passphrase": "import os; os.environ['SECURE_FVI_PASSPHRASE']",
     "see the site's folder": "import os; os.listdir(D)",
     "see the parent": "import os; os.kill(PARENT, 0); open(f'/proc/{PARENT}/cmdline').read()",
+    "take a process' file": "import ctypes, os; p = os.pidfd_open(os.getpid()); "
+    "assert ctypes.CDLL(None).syscall(438, p, 2, 0) >= 0",
     "write beside the model": "open(__file__ + '.more', 'w').write('x')",
 }
 
