@@ -85,9 +85,9 @@ _MARKS = ",;\t|"
 _MOST_LINES, _MOST_CHARACTERS = 64, 1 << 19
 #: Rows that a message names.
 _NAMED = 5
-#: A Parquet file under privacy of records. What DuckDB checks of a column as it reads it, where one cell fails all
-#: of the file: times of day, moments in milliseconds, which it multiplies, JSON, what stands for shapes, and numbers of as
-#: many bytes as each takes. And why such a column is not there.
+#: A Parquet file under privacy of records. What DuckDB checks of a column as it reads it, where one cell fails all of
+#: the file: times of day, moments in milliseconds, which it multiplies, JSON, what stands for shapes, and numbers of
+#: as many bytes as each takes. And why such a column is not there.
 _PARQUET = "read_parquet({}, hive_partitioning=false, utf8_validation='replace')"
 _CHECKED_AS_READ = re.compile(
     r"TIME(_.*|Type.*)?|TIMESTAMP_MILLIS|TimestampType.*MILLIS=Milli.*|JSON|JsonType.*|BSON|BsonType.*|Geo.*|"
