@@ -64,7 +64,7 @@ experiments: .venv/.installed
 	set -e; for name in $(or $(ONLY),$$($(BIN)/python -c "from secure_fvi_lab.experiments import REPRODUCTIONS; print(*REPRODUCTIONS)")); do \
 		$(BIN)/secure-fvi reproduce $$name --out runs/experiments/$$name; done
 
-# Every refusal removed, one at a time: ONLY=aggregation, privacy or deployment for one folder. Minutes.
+# Every refusal removed, one at a time: ONLY=aggregation, privacy, deployment or silo for one part. Minutes.
 mutants: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(if $(ONLY),--only $(ONLY))
 

@@ -20,7 +20,7 @@ from secure_fvi.trees import Params
 
 #: Those whose step counter may be a tensor, so that their step can be traced and counted by record.
 BY_NAME: Mapping[str, Any] = {
-    "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop, "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop, "sgd": torch.optim.SGD,
 }  # fmt: skip
 
 
@@ -35,6 +35,9 @@ class Optimizer:
     def __post_init__(self) -> None:
         if self.name not in BY_NAME:
             raise InputError(f"optimizer '{self.name}' is unknown; choose one of {', '.join(BY_NAME)}")
+        if self.options.get("weight_decay", 0):
+            # q's means and the logarithms of its sds would be drawn to 0, by no prior of the model.
+            raise InputError("optimizer_options takes no weight_decay: it biases a posterior; the prior is the model's")
         if not 0 < self.learning_rate < float("inf"):
             raise InputError(f"learning_rate must be positive and finite, not {self.learning_rate}")
         try:

@@ -2,7 +2,7 @@
 
     python tests/mutants.py [--only aggregation] [--workers 2] [--fresh]
 
-A refusal is, in the folders below: a `raise`; a call of which nothing is used but that it may raise (`_require(...)`,
+A refusal is, in the files below: a `raise`; a call of which nothing is used but that it may raise (`_require(...)`,
 `self._check_size(...)`); a `return False`, and each condition of an `and` that a function returning bool (or a lambda)
 returns; an `if` whose body writes down somebody's fault. Each is wrapped, by AST and on import, in a switch that a
 mutant turns off; so all mutants are in one process that has the packages imported and the tests collected, and a fork
@@ -10,7 +10,7 @@ that turns one switch runs a few tests and is gone. Which tests reach which refu
 switches; a process that a test starts by itself has none, so what only such a test reaches counts as not caught.
 
 Results are kept in .mutants/ and used again while module and tests are the same. The exit status is 1 where fewer than
-95% of a folder's refusals are caught, or where one that is not caught stands without a reason in mutants_accepted.toml.
+95% of a part's refusals are caught, or where one that is not caught stands without a reason in mutants_accepted.toml.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,11 +43,21 @@ KEPT = ROOT / ".mutants"
 ACCEPTED = Path(__file__).with_name("mutants_accepted.toml")
 LEAST_CAUGHT = 0.95
 
-#: Folder, its package, and the tests that are to hold its refusals.
-FOLDERS = {
-    "aggregation": ("secure_fvi.aggregation", ["tests/aggregation", "tests/test_parties.py", "tests/test_wire.py"]),
+_OF_A_SILO = (
+    "silo",
+    "column_silo",
+    "disclosure",
+    "messages",
+    "wire",
+    "algorithms/base",
+    "algorithms/kit",
+    "algorithms/refining",
+)
+#: By name: the files, and the tests that are to hold their refusals. `silo` is what a silo answers by, whoever asks.
+PARTS = {
+    "aggregation": (["aggregation/*.py"], ["tests/aggregation", "tests/test_parties.py", "tests/test_wire.py"]),
     "privacy": (
-        "secure_fvi.privacy",
+        ["privacy/*.py"],
         [
             "tests/privacy",
             "tests/test_disclosure.py",
@@ -55,9 +65,23 @@ FOLDERS = {
             "tests/cli/test_budget_plan.py",
         ],
     ),
-    "secure_fvi/deployment": (
-        "secure_fvi.deployment",
+    "deployment": (
+        ["secure_fvi/deployment/*.py"],
         ["tests/deployment", "tests/test_exported.py", "tests/cli/test_bad_input.py"],
+    ),
+    "silo": (
+        [f"secure_fvi/{name}.py" for name in _OF_A_SILO],
+        [
+            "tests/test_parties.py",
+            "tests/test_wire.py",
+            "tests/test_disclosure.py",
+            "tests/test_questions.py",
+            "tests/test_every_algorithm.py",
+            "tests/contracts",
+            "tests/vertical",
+            "tests/wire",
+            "tests/algorithms",
+        ],
     ),
 }
 _REFUSING = re.compile(r"_*(require|refuse|check|verify|forbid|must|expect|ensure|reject)(_|$)")
@@ -186,11 +210,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, packages: Sequence[str]) -> None:
-        self.packages = tuple(packages)
+    def __init__(self, modules: Collection[str]) -> None:
+        self.modules = modules
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if not any(fullname == p or fullname.startswith(p + ".") for p in self.packages):
+        if fullname not in self.modules:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -233,8 +257,8 @@ class _Run:
 class Farm:
     """The pytest plugin that takes the place of the loop over tests."""
 
-    def __init__(self, folders: Sequence[str], switches: Switches, workers: int, fresh: bool) -> None:
-        self.folders, self.switches, self.workers, self.fresh = folders, switches, workers, fresh
+    def __init__(self, sources: Sequence[Path], switches: Switches, workers: int, fresh: bool) -> None:
+        self.sources, self.switches, self.workers, self.fresh = sources, switches, workers, fresh
         self.results: dict[str, dict[str, Any]] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -242,12 +266,11 @@ class Farm:
         self.config, self.items = session.config, {item.nodeid: item for item in session.items}
         files = {item.nodeid.partition("::")[0] for item in session.items}
         helpers = [p for p in (ROOT / "tests").rglob("*.py") if not p.name.startswith("test_") and p != Path(__file__)]
-        sources = [p for folder in self.folders for p in (ROOT / folder).glob("*.py")]
         self.of_tests = {f: _digest([ROOT / f, *helpers]) for f in files}
-        self.of_module = {str(p.relative_to(ROOT)): _digest([p]) for p in sources}
+        self.of_module = {str(p.relative_to(ROOT)): _digest([p]) for p in self.sources}
         self.all_tests = hashlib.sha256("".join(sorted(self.of_tests.values())).encode()).hexdigest()
         KEPT.mkdir(exist_ok=True)
-        reach = self._reach(_digest(sources))
+        reach = self._reach(_digest(self.sources))
         self._judge(reach)
         return True
 
@@ -390,6 +413,16 @@ class Farm:
             os._exit(0)
 
 
+def _files(part: str) -> list[Path]:
+    return sorted(path for pattern in PARTS[part][0] for path in ROOT.glob(pattern))
+
+
+def _module(path: Path) -> str:
+    names = list(path.relative_to(ROOT).with_suffix("").parts)
+    names = names if names[0] == "secure_fvi" else ["secure_fvi", *names]
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
 def _load(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -414,8 +447,9 @@ def _report(switches: Switches, results: dict[str, dict[str, Any]]) -> int:
         else {}
     )
     status, used = 0, set()
-    for folder in FOLDERS:
-        mine = [r for r in switches.all if str(Path(r.file).parent) == folder]
+    for part in PARTS:
+        files = {str(path.relative_to(ROOT)) for path in _files(part)}
+        mine = [r for r in switches.all if r.file in files]
         if not mine:
             continue
         left = [r for r in mine if not results[r.name]["by"]]
@@ -428,7 +462,7 @@ def _report(switches: Switches, results: dict[str, dict[str, Any]]) -> int:
             _say(f"{refusal.file}:{refusal.line} {refusal.inside} [{refusal.kind}] {refusal.text[:160]}\n    {note}")
             status |= why is None
         share = 1 - len(left) / len(mine)
-        _say(f"{folder}: {len(mine) - len(left)} of {len(mine)} refusals caught ({share:.1%})")
+        _say(f"{part}: {len(mine) - len(left)} of {len(mine)} refusals caught ({share:.1%})")
         status |= share < LEAST_CAUGHT
     files = {r.file for r in switches.all}
     for key in accepted:
@@ -439,28 +473,27 @@ def _report(switches: Switches, results: dict[str, dict[str, Any]]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=[f.rpartition("/")[2] for f in FOLDERS])
+    parser.add_argument("--only", action="append", choices=list(PARTS))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--fresh", action="store_true", help="use no kept result")
     options = parser.parse_args()
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "lab")]
-    chosen = {f: v for f, v in FOLDERS.items() if not options.only or f.rpartition("/")[2] in options.only}
+    chosen = [part for part in PARTS if not options.only or part in options.only]
+    modules = {_module(path): path for part in chosen for path in _files(part) if path.stem != "__main__"}
     switches = Switches()
     builtins.__refusal__ = switches  # type: ignore[attr-defined]
     _Loader.switches = switches
-    sys.meta_path.insert(0, _Finder([package for package, _ in chosen.values()]))
+    sys.meta_path.insert(0, _Finder(modules))
     from hypothesis import settings
 
     # The same examples every time, and no example that a mutant failed kept for the real tests.
     settings.register_profile("mutants", database=None, derandomize=True)
     settings.load_profile("mutants")
-    for folder, (package, _) in chosen.items():  # all of it, whatever the tests import
-        for path in sorted((ROOT / folder).glob("*.py")):
-            if path.stem != "__main__":
-                __import__(package if path.stem == "__init__" else f"{package}.{path.stem}")
-    farm = Farm(list(chosen), switches, options.workers, options.fresh)
-    paths = [path for _, tests in chosen.values() for path in tests]
+    for module in modules:  # all of it, whatever the tests import
+        __import__(module)
+    farm = Farm(list(modules.values()), switches, options.workers, options.fresh)
+    paths = [path for part in chosen for path in PARTS[part][1]]
     quiet = ["-p", "no:terminal", "-p", "no:cov", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "addopts="]
     pytest.main([*quiet, "-m", "(not slow or later) and not gpu", *paths], plugins=[farm])
     return _report(switches, farm.results)

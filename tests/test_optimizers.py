@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from secure_fvi.errors import InputError
 from secure_fvi.optimizers import BY_NAME, Optimizer
 
 
@@ -32,3 +33,11 @@ def test_scale_multiplies_the_step() -> None:
     params = {"a": torch.zeros(2)}
     moved, _ = optimizer.step(params, {"a": torch.ones(2)}, optimizer.init(params), torch.tensor(0.5))
     torch.testing.assert_close(moved["a"], torch.full((2,), 0.05))
+
+
+def test_what_draws_parameters_to_zero_is_no_optimiser_of_a_posterior() -> None:
+    Optimizer("adam", 0.1, {"weight_decay": 0.0})
+    with pytest.raises(InputError, match="takes no weight_decay: it biases a posterior"):
+        Optimizer("adam", 0.1, {"weight_decay": 0.01})
+    with pytest.raises(InputError, match="'adamw' is unknown"):
+        Optimizer("adamw")

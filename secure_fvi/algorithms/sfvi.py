@@ -129,7 +129,7 @@ class SFVI:
     max_iterations: Count = 30_000
     """See `iterations`."""
     optimizer: str = "adam"
-    """Of `optimizers.BY_NAME`: adam, adamw, rmsprop or sgd."""
+    """Of `optimizers.BY_NAME`: adam, rmsprop or sgd."""
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     """Of that: betas, momentum, ..."""
     learning_rate: Positive = 0.05
