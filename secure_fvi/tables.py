@@ -26,6 +26,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -745,6 +746,13 @@ def _written(cell: Any) -> str:
     return str(cell)
 
 
+@cache
+def _built_in(functions: str) -> frozenset[str]:
+    """Names of DuckDB's own functions, by a query of them where no file is attached."""
+    with _duckdb().connect(":memory:") as connection:
+        return frozenset(name for (name,) in connection.execute(functions).fetchall())
+
+
 def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Iterable[str]) -> None:
     """Raises InputError unless `query` is one SELECT that reads nothing but tables that were let in, as `known`."""
     only = "a query is one SELECT over the tables that are named"
@@ -762,7 +770,7 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
     named_here = {name for name in own if not name.startswith(_OWN_VIEWS)}
     written = {row for row in connection.execute(_OWN_SQL).fetchall() if row[0] in given}
     (numbered,) = connection.execute(_WITHOUT_ROWID).fetchone() or (1,)
-    called = {row[0] for row in connection.execute(_CONSISTENT).fetchall()} - _OF_ITSELF | _CLOCK | _MACROS | _FUNCTIONS
+    called = _built_in(_CONSISTENT) - _OF_ITSELF | _CLOCK | _MACROS | _FUNCTIONS
     for part in parts:
         kind = part.get("type")
         if isinstance(kind, str) and kind.endswith("_NODE") and kind not in _NODES:
@@ -829,7 +837,7 @@ def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
     """A query that was looked through, with TRY_CAST for CAST, and of what stands for true or false, and TRY about what
     it works out of a row's cells, or compares them with, for which DuckDB casts them: NULL where these are not for
     that, so that the row fails alone. As the query alone says, not any row."""
-    alone = {name for (name,) in connection.execute(_OF_A_ROW).fetchall()} | _MACROS - _OF_ROWS
+    alone = _built_in(_OF_A_ROW) | _MACROS - _OF_ROWS
     tree = json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
     joined = any(part.get("type") == "JOIN" or part.get("class") == "SUBQUERY" for part in _parts(tree))
 

@@ -3,7 +3,7 @@
 import ast
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import secure_fvi
@@ -11,20 +11,23 @@ import secure_fvi
 PACKAGE = Path(secure_fvi.__file__).parent
 
 
+@cache
 def package() -> dict[str, ast.Module]:
     files = (Path(folder) / name for folder, _, names in os.walk(PACKAGE, followlinks=True) for name in names)
     return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in files if path.suffix == ".py"}
 
 
-def constants(modules: dict[str, ast.Module]) -> Iterator[tuple[str, str, bytes]]:
-    """Module, name and value of each name that a module gives to bytes."""
-    for module, tree in modules.items():
-        for node in (n for n in tree.body if isinstance(n, ast.Assign)):
-            name, value = node.targets[0], node.value
-            both = (name.elts, value.elts) if isinstance(name, ast.Tuple) and isinstance(value, ast.Tuple) else None
-            for at, given in zip(*(both or ([name], [value])), strict=True):
-                if isinstance(at, ast.Name) and isinstance(given, ast.Constant) and isinstance(given.value, bytes):
-                    yield module, at.id, given.value
+@cache
+def constants(tree: ast.Module) -> list[tuple[str, bytes]]:
+    """Name and value of each name that a module gives to bytes."""
+    found = []
+    for node in (n for n in tree.body if isinstance(n, ast.Assign)):
+        name, value = node.targets[0], node.value
+        both = (name.elts, value.elts) if isinstance(name, ast.Tuple) and isinstance(value, ast.Tuple) else None
+        for at, given in zip(*(both or ([name], [value])), strict=True):
+            if isinstance(at, ast.Name) and isinstance(given, ast.Constant) and isinstance(given.value, bytes):
+                found.append((at.id, given.value))
+    return found
 
 
 def value_of(modules: dict[str, ast.Module], module: str, label: ast.expr) -> set[bytes]:
@@ -33,19 +36,30 @@ def value_of(modules: dict[str, ast.Module], module: str, label: ast.expr) -> se
         return {label.value}
     if not isinstance(label, ast.Name):
         return set()
-    found = [(where, value) for where, name, value in constants(modules) if name == label.id]
+    found = [(where, value) for where, tree in modules.items() for name, value in constants(tree) if name == label.id]
     return {value for where, value in found if where == module} or {value for _, value in found}
+
+
+@cache
+def calls(tree: ast.Module) -> list[tuple[str, ast.Call]]:
+    """Each call, and the function around it."""
+    found, left = [], [("", child) for child in ast.iter_child_nodes(tree)]
+    while left:
+        inside, node = left.pop()
+        found += [(inside, node)] if isinstance(node, ast.Call) else []
+        inside = node.name if isinstance(node, ast.FunctionDef) else inside
+        left += [(inside, child) for child in ast.iter_child_nodes(node)]
+    return found
 
 
 def hashed(modules: dict[str, ast.Module]) -> dict[bytes, set[str]]:
     """By label of H, the functions that hash under it."""
     found = defaultdict[bytes, set[str]](set)
     for module, tree in modules.items():
-        for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
-            for call in (n for n in ast.walk(function) if isinstance(n, ast.Call) and n.args):
-                if isinstance(call.func, ast.Name) and call.func.id == "digest":
-                    for label in value_of(modules, module, call.args[0]):
-                        found[label].add(f"{module}: {function.name}")
+        for function, call in calls(tree):
+            if function and call.args and isinstance(call.func, ast.Name) and call.func.id == "digest":
+                for label in value_of(modules, module, call.args[0]):
+                    found[label].add(f"{module}: {function}")
     return found
 
 
@@ -54,8 +68,8 @@ def signed(modules: dict[str, ast.Module]) -> list[tuple[str, ast.expr]]:
     return [
         (module, call.args[0].left)
         for module, tree in modules.items()
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "sign"
+        for _, call in calls(tree)
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "sign"
         and len(call.args) == 1 and isinstance(call.args[0], ast.BinOp)
     ]  # fmt: skip
 
