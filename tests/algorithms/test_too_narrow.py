@@ -64,6 +64,7 @@ def fitted(program: object, correlation: float, **options: object) -> tuple[sf.R
     return result, ratio, [str(w.message) for w in seen if issubclass(w.category, sf.SecureFVIWarning)]
 
 
+@pytest.mark.later("logistic")
 @pytest.mark.parametrize("program", [linear, logistic])
 def test_a_diagonal_q_says_by_how_much_it_is_too_narrow(program: object) -> None:
     """Within a tenth of the exact ratio; the site whose columns are correlated is named, the other is not. The control
@@ -81,6 +82,7 @@ def test_a_diagonal_q_says_by_how_much_it_is_too_narrow(program: object) -> None
     assert not any("family = 'full'" in line for line in said)
 
 
+@pytest.mark.later
 def test_nothing_is_said_of_a_full_q_or_by_too_few_rounds() -> None:
     for options in ({"family": "full", "iterations": ROUNDS}, {"iterations": 40}):
         result, _, said = fitted(linear, 0.8, **options)

