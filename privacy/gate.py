@@ -144,6 +144,10 @@ class Release(NamedTuple):
     values: FloatArray
 
 
+#: Gives the noised sum over records (n,), on the CPU, of matrices of their gradients (B, n), each clipped.
+NoisedSum = Callable[[Iterable[Tensor]], Tensor]
+
+
 class RecordRelease(NamedTuple):
     release: Release
     hidden: Tensor  # (extent.hidden,) float64: noised sum of gradients of silo-level latents, for the silo's own step
@@ -187,6 +191,8 @@ class Gate:
         #: Records or contributions that were not finite and counted as zero, so far. For the silo's own eyes.
         self.dropped = 0
         self._public = list[float]()  # of the last sum over records
+        #: Whether no record is looked at in a fit by noised steps: each of its sums is noise alone.
+        self.deaf = False
         #: Releases that were paid for, so far.
         self.paid = 0
 
@@ -266,7 +272,7 @@ class Gate:
         """
         index, self._public = self._once(), list(public)
         terms = self.terms
-        if terms is None or terms.settings.unit != "record":
+        if terms is None or terms.settings.unit != "record" or terms.steps:
             raise AggregationError(f"silo '{self.silo}': only a job under record privacy takes records one by one")
         shared, hidden, with_side = terms.extent
         main, side = terms.norms(self._clip)
@@ -311,7 +317,8 @@ class Gate:
         """
         index = self._once()
         terms = self.terms
-        if terms is None or terms.settings.unit != "record" or terms.sampling_rate != 1 or terms.extent[1:] != (0, 0):
+        whole = terms is not None and terms.sampling_rate == 1 and terms.extent[1:] == (0, 0) and not terms.steps
+        if terms is None or terms.settings.unit != "record" or not whole:
             raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of one change")
         rows = torch.atleast_2d(changes).double()
         self._check_length(np.empty(rows.shape[1:]), terms.extent.shared)
@@ -322,13 +329,58 @@ class Gate:
         self._pay(self._phase, index)
         return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
 
+    def release_fit(self, fit: Callable[[NoisedSum], FloatArray]) -> Release:
+        """What a fit by noised steps arrives at (shared,), without noise of its own: it follows from sums that have all
+        of the noise here, from what is public and from coins.
+
+        fit: is given what makes those sums, `terms.steps` times at most, of records that a Poisson sample of the agreed
+        rate chose. Nothing else that it does may follow from records. Charged whole, however many it made.
+        """
+        index, terms = self._once(), self.terms
+        if terms is None or terms.settings.unit != "record" or not terms.steps:
+            raise AggregationError(
+                f"silo '{self.silo}': the terms of this phase are not those of a fit by noised steps"
+            )
+        made, done = 0, False
+
+        def noised_sum(chunks: Iterable[Tensor]) -> Tensor:
+            nonlocal made
+            if done or made >= terms.steps:
+                raise AggregationError(f"silo '{self.silo}': a fit of {terms.steps} noised steps asks for another")
+            made += 1
+            return self._step(chunks, terms, made)
+
+        values = fit(noised_sum)
+        done = True
+        self._check_length(values, terms.extent.shared)
+        self._pay(self._phase, index)
+        return Release(index, np.clip(values, -self.table.bounds, self.table.bounds))
+
+    def _step(self, chunks: Iterable[Tensor], terms: Terms, number: int) -> Tensor:
+        """The noised sum of one step of a fit, (hidden,)."""
+        hidden = terms.extent.hidden
+
+        def parts() -> Iterable[list[Tensor]]:
+            for rows in () if self.deaf else chunks:
+                if rows.shape[1] != hidden:
+                    raise AggregationError(f"silo '{self.silo}': {rows.shape[1]} gradients for {hidden}")
+                yield [rows.double()]
+
+        noiser = self._noiser(hidden, purpose=("step", str(number)))
+        noised, dropped = noisy_clipped_sum(parts(), [hidden], [terms.norms(self._clip)[0]], noiser)
+        self.dropped += dropped
+        return noised
+
     def release_nothing(self) -> Release:
         """Zero, noised and charged like any other contribution, in place of one that could not be computed.
 
-        Where all of the contribution is the unit's; a sum over records leaves out the records that failed.
+        Where all of the contribution is the unit's; a sum over records leaves out the records that failed. A fit by
+        noised steps has no such zero, since none of its records makes it fail: raises AggregationError.
         """
         terms = self.terms
         assert terms is not None
+        if terms.steps:
+            raise AggregationError(f"silo '{self.silo}': a fit by noised steps could not be made")
         self.dropped += 1
         nothing = np.zeros(terms.extent.shared)
         if terms.settings.unit == "silo":
@@ -362,7 +414,7 @@ class Gate:
         it after `begin` and before the release of the sum index; float64 (n,).
         """
         terms, index = self._terms.get(phase), self._index
-        if terms is None or index < 0 or terms.resolution or terms.sampling_rate != 1:
+        if terms is None or index < 0 or terms.resolution or terms.sampling_rate != 1 or terms.steps:
             raise AggregationError(f"silo '{self.silo}': the terms of '{phase}' are not those of a sum that stays")
         clipped, dropped = _clipped(rows.double(), self._clip / 2)
         sd = terms.noise_multiplier * self._clip
@@ -371,7 +423,9 @@ class Gate:
         self._pay(phase, index)
         return torch.from_numpy(noised)
 
-    def _noiser(self, hidden: int, free: FloatArray | float = 0.0) -> Callable[[Tensor], Tensor]:
+    def _noiser(
+        self, hidden: int, free: FloatArray | float = 0.0, purpose: tuple[str, ...] = ()
+    ) -> Callable[[Tensor], Tensor]:
         """Noise for a clipped sum whose first `hidden` coordinates stay: they get all of it whatever the placement.
 
         free (shared + side,): what follows from no record, in steps of the lattice. It is added to the other
@@ -380,7 +434,7 @@ class Gate:
         """
         terms, clip = self.terms, self._clip
         assert terms is not None
-        generator = self._noise.generator(self.silo, self._turn)
+        generator = self._noise.generator(self.silo, self._turn, *purpose)
 
         def on_lattice(total: Tensor) -> Tensor:
             units = np.rint(np.clip(total.numpy() / terms.step(clip), -terms.room, terms.room))

@@ -61,6 +61,8 @@ class Terms:
     resolution: int  # lattice steps a clipping norm; 0 off the lattice
     adjacency: str = ADD_OR_REMOVE
     record: str = "one row of the data"  # what one record is, in words
+    #: Noised sums of which a release is made, which then has no noise of its own; 0: it is a noised sum itself.
+    steps: int = 0
 
     @property
     def releases(self) -> int:
@@ -78,15 +80,19 @@ class Terms:
     @property
     def event(self) -> Event:
         """One release."""
-        mechanism = _mechanism(self.noise_multiplier, self.resolution, self.dimension, linked_by(self.settings))
-        return mechanism if self.sampling_rate == 1 else PoissonSampled(self.sampling_rate, mechanism)
+        one = self._sum
+        return Repeated(one, self.steps) if self.steps else one
 
     @property
     def job(self) -> Event:
         """All releases that may be made."""
-        event = self.event
-        assert isinstance(event, Gaussian | Skellam | PoissonSampled)
-        return Repeated(event, self.releases)
+        return Repeated(self._sum, self.releases * max(1, self.steps))
+
+    @property
+    def _sum(self) -> Gaussian | Skellam | PoissonSampled:
+        """One noised sum."""
+        mechanism = _mechanism(self.noise_multiplier, self.resolution, self.dimension, linked_by(self.settings))
+        return mechanism if self.sampling_rate == 1 else PoissonSampled(self.sampling_rate, mechanism)
 
     @property
     def side_share(self) -> float:
@@ -225,8 +231,13 @@ def _resolution(noise_multiplier: float) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: Extent) -> Terms:
+def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: Extent, steps: int = 0) -> Terms:
     """The terms of a job over `cohort` silos a round. Raises InputError where they give no guarantee."""
+    if steps and settings.noise != "silo":
+        raise InputError(
+            f"noise = '{settings.noise}' with noise in the steps of a silo's own fit: no sum adds shares up there, and "
+            "no server sees them; use noise = 'silo'"
+        )
     honest = cohort - settings.dropouts - settings.colluders
     distributed = settings.noise == "distributed"
     if distributed and honest < 1:
@@ -235,7 +246,7 @@ def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: 
             f"and {settings.colluders} may collude; add silos, or use noise = 'silo'"
         )
     rate = sampling_rate if settings.unit == "record" else 1.0
-    releases, linked = rounds + settings.retries, linked_by(settings)
+    releases, linked = (rounds + settings.retries) * max(1, steps), linked_by(settings)
     if linked > 1 and rate < 1:
         raise InputError(
             f"linked = {linked} with sampling_rate = {rate:g}: how many of a person's records are in a batch differs, "
@@ -265,7 +276,7 @@ def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: 
             "Poisson numbers that large have no last digits, and totals would show the data's; ask for a larger "
             "epsilon, or use noise = 'silo'"
         )
-    return Terms(settings, noise, rate, rounds, cohort, extent, resolution)
+    return Terms(settings, noise, rate, rounds, cohort, extent, resolution, steps=steps)
 
 
 # ---- What a job guarantees, as `result.json` and the row of a job in the ledger state it ----
@@ -292,6 +303,7 @@ def description(by_phase: Mapping[str, Terms], noise: NoiseSource) -> dict[str, 
         "sampling_rate": terms.sampling_rate,
         "rounds": terms.rounds,
         "releases": sum(t.releases for t in by_phase.values()),
+        **({"steps": terms.steps} if terms.steps else {}),
         "silos_counted_on": terms.honest if distributed else 1,
         "colluders": settings.colluders if distributed else 0,
         "dropouts": settings.dropouts,

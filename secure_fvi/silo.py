@@ -358,8 +358,9 @@ class Silo:
         """Under privacy it does not fail on data, whatever a program raises: that would tell of them, without noise or
         charge, whenever asked."""
         paid, dropped, raised = self.gate.paid, self.gate.dropped, ""
-        if self._silent:
+        if self._silent and self.gate.terms is not None and not self.gate.terms.steps:
             return self.gate.release_nothing(), local
+        self.gate.deaf = self._silent
         try:
             found = self.program.contribute(broadcast, local, self.view._replace(turn=turn), self.gate)
         except Exception as error:

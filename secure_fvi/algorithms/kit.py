@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -51,9 +53,9 @@ from secure_fvi.algorithms.base import (
     form,
 )
 from secure_fvi.disclosure import Sums
-from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
 from secure_fvi.families import Conditional
-from secure_fvi.privacy.gate import Gate, Release
+from secure_fvi.privacy.gate import MOST_ROWS, Gate, NoisedSum, Release
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
 from secure_fvi.states import Moved
@@ -121,6 +123,16 @@ class RecordAnswer(NamedTuple):
     dropped: Callable[[], int]
 
 
+class FitAnswer(NamedTuple):
+    """An answer at which a fit by noised steps arrives, for record privacy: the noise is in each step, and the answer
+    has none of its own. Never leaves the silo but through its gate.
+
+    fit: given what makes noised sums over records (`Gate.release_fit`), the answer. Of records it knows these alone.
+    """
+
+    fit: Callable[[NoisedSum], Answer]
+
+
 class RowAnswer(NamedTuple):
     """An answer with a row a person, for record privacy of who is known to take part. Never leaves but through a gate.
 
@@ -186,7 +198,7 @@ class Program(ABC):
     def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast: ...
 
     @abstractmethod
-    def answer(self, message: Broadcast, local: Any, view: SiloView) -> Answer | RecordAnswer | RowAnswer:
+    def answer(self, message: Broadcast, local: Any, view: SiloView) -> Answer | RecordAnswer | RowAnswer | FitAnswer:
         """Draws are keyed by `view.turn`."""
 
     @abstractmethod
@@ -208,6 +220,8 @@ class Program(ABC):
     hidden: int = 0
     #: Share of its records on which an answer under record privacy rests, drawn by Poisson sampling.
     sampled: float = 1.0
+    #: Noised sums in an answer under record privacy that is a `FitAnswer`; 0: answers are others.
+    noised_steps: int = 0
 
     def cohort(self, round_: int) -> tuple[str, ...]:
         """The silos asked in a round."""
@@ -270,6 +284,8 @@ class Program(ABC):
             release, hidden = gate.release_records(found.chunks, own, public.tolist())
             gate.dropped += found.dropped()
             return release, found.local(hidden)
+        if isinstance(found, FitAnswer):
+            return self._fitted_answer(found, message, gate)
         terms = self.terms.get(phase)
         if terms is not None and found.released is not None and not self.follows:
             raise AggregationError(f"{self.config.name}'s states follow what silos released, which it does not declare")
@@ -288,6 +304,17 @@ class Program(ABC):
             return release, found.local
         clip = message.scalars.get(CLIP, terms.settings.clipping_norm)
         return release, found.released(terms.in_clear(release.values, clip)[: len(values)])
+
+    def _fitted_answer(self, found: FitAnswer, message: Broadcast, gate: Gate) -> tuple[Release, Any]:
+        one, answers = self.parts[message.phase], list[Answer]()
+
+        def fit(noised_sum: NoisedSum) -> FloatArray:
+            answers.append(found.fit(noised_sum))
+            return self._flat(answers[0].blocks, one.chosen(one.protected))
+
+        release = gate.release_fit(fit)
+        after = answers[0]
+        return release, after.local if after.released is None else after.released(release.values)
 
     def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
         sums = self.tables[message.phase].split(total)
@@ -335,7 +362,7 @@ class Program(ABC):
         privacy, shared = self.problem.privacy, sum(block.size for block in one.chosen(one.protected))
         if isinstance(privacy, RecordDP):
             extent, record = Extent(shared, self.hidden, int(privacy.objective_share > 0)), self.problem.model.record
-            terms = agree(privacy, self.cohort_size, self.sampled, one.when.most, extent)
+            terms = agree(privacy, self.cohort_size, self.sampled, one.when.most, extent, self.noised_steps)
             return dataclasses.replace(terms, record=record)
         assert isinstance(privacy, SiloDP)
         extent = Extent(shared, 0, int(privacy.target_quantile is not None))
@@ -378,6 +405,35 @@ def poisson_rows(view: SiloView, key: int, rate: float, device: torch.device) ->
 
 
 # ---- Records by themselves, under record privacy ----
+
+#: Rows of a block of per-record gradients at least, and numbers in one above which it has fewer than at most: powers of
+#: two as well. Only what everyone knows, the model's size, decides on them.
+FEWEST_ROWS, _MOST_NUMBERS = 64, 2**16
+
+
+def rows_at_once(numbers: int) -> int:
+    """Rows of a block, where so many numbers are held of each."""
+    return min(MOST_ROWS, max(FEWEST_ROWS, 2 ** int(math.log2(max(1, _MOST_NUMBERS // max(1, numbers))))))
+
+
+def blocks_of(rows: Rows | None, size: int, length: int) -> Rows:
+    """Rows (B,), None for all `size` of them, in blocks of one shape (blocks, length), whatever the data, filled up
+    with the spare row of weight zero. There is a spare row in each, so that none differs from another by having one."""
+    rows, own = np.arange(size) if rows is None else rows, length - 1
+    blocks = max(1, math.ceil(len(rows) / own))
+    filled = np.append(rows, np.full(blocks * own - len(rows), size, np.int64)).reshape(blocks, own)
+    return np.pad(filled, ((0, 0), (0, 1)), constant_values=size)
+
+
+def warn_one_by_one(found: Iterable[str]) -> None:
+    """Of operations that are not known to keep records apart (`exported.untested_operations`)."""
+    warnings.warn(
+        f"the model uses {', '.join(found)}, which PyTorch is not known to keep apart for records that are "
+        "evaluated together: under record privacy they are evaluated one by one, which is slow. Write it with "
+        "other operations",
+        SecureFVIWarning,
+        stacklevel=3,
+    )
 
 
 def evaluated(rows: Rows, step: Callable[[Rows], Any], spare: int) -> tuple[Any, Rows, int]:

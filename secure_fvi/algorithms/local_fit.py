@@ -264,9 +264,10 @@ _TAIL = 0.25
 #: jitter makes q too narrow.
 _LEAST = 0.05
 #: Steps over which draws are stratified, and numbers drawn ahead for them at most.
-_STRATA, _AHEAD = 16, 4_000_000
+STRATA, _AHEAD = 16, 4_000_000
 #: Shares of the configured rate at which a fit is tried, one after the other, until one does not run off.
 _RATES = (1.0, 0.1, 0.01)
+LEAST_RATE = _RATES[-1]
 #: Half of Newton's steps over which q is seen to have settled, and in how many sds of their noise; those that are
 #: averaged after them, and their length.
 _HALF, _SURE, _ENDING, _SHORT = 5, 2.5, 12, 0.3
@@ -317,6 +318,12 @@ def _definite(covariance: Tensor) -> bool:
     if covariance.dim() == 1:
         return bool((covariance > 0).all())
     return int(torch.linalg.cholesky_ex(covariance).info) == 0
+
+
+def from_fit(loc: Tensor, covariance: Tensor) -> Natural | None:
+    """q of this mean (n,) and covariance (n, n), or variances (n,); None where a fit that ran off left none."""
+    finite = bool(torch.isfinite(loc).all() and torch.isfinite(covariance).all())
+    return from_moments(loc, covariance) if finite and _definite(covariance) else None
 
 
 def settled(states: list[Tensor]) -> bool:
@@ -536,7 +543,7 @@ class SiloFit:
         of_silo = (block.draws if families.eliminates else half) * families.n_silo
         width = of_q + of_silo
         count = len(view.weights) if batches is None else batches.shape[1]
-        most = _STRATA if batches is not None else min(_STRATA, _AHEAD // max(1, count * samples * n))
+        most = STRATA if batches is not None else min(STRATA, _AHEAD // max(1, count * samples * n))
         chunk = length * max(1, most // length)
         for start in range(0, steps, chunk):
             rounds = min(chunk, steps - start)
@@ -557,11 +564,11 @@ class SiloFit:
 
     def _as_planned(self, steps: int, visits: int, share: float, length: int) -> Callable[[Carry], Tensor | None]:
         """What gives the rates of the next block of so many steps."""
-        planned = iter(self._schedule(steps, visits, share).split(length))
+        planned = iter(self.schedule(steps, visits, share).split(length))
         return lambda carry: next(planned, None)
 
     def _until_settled(self, steps: int, visits: int, share: float) -> Callable[[Carry], Tensor | None]:
-        """What gives the rates of Newton's next step, a row of `_schedule`, from where the last ended: full steps until
+        """What gives the rates of Newton's next step, a row of `schedule`, from where the last ended: full steps until
         these go nowhere but to and fro, at most `steps`, then short ones, which are averaged; None when they are
         made, or all further ones would be the same."""
         rate, count = share * self.config.decay**visits, min(_ENDING, steps // 4)
@@ -580,7 +587,7 @@ class SiloFit:
 
         return rates
 
-    def _schedule(self, steps: int, visits: int, share: float) -> Tensor:
+    def schedule(self, steps: int, visits: int, share: float) -> Tensor:
         """(steps, 3): shares of the first learning rates, of q and of the silo's own parameters, and the weight of the
         iterate after a step in the average of the last ones."""
         cosine = SCHEDULES["cosine"]

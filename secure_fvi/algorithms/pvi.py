@@ -70,8 +70,8 @@ from secure_fvi.algorithms.base import (
     choose_cohort,
     fixed_length,
 )
-from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
-from secure_fvi.algorithms.local_fit import CHANGE, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
+from secure_fvi.algorithms.kit import Answer, FitAnswer, Program, Sum, Totals
+from secure_fvi.algorithms.local_fit import CHANGE, EXACT, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import MOST_LOST, Natural, distance, nothing, to_eta
 from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
@@ -84,12 +84,14 @@ from secure_fvi.families import Params
 from secure_fvi.later import Later
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import Count, Positive, Says, Share
+from secure_fvi.privacy.gate import NoisedSum
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.trees import to_numpy
 
 if TYPE_CHECKING:
-    from secure_fvi.algorithms import final_server, noise_aware, refining_server
+    from secure_fvi.algorithms import final_server, noise_aware, noised_fit, refining_server
 else:
+    noised_fit = Later("secure_fvi.algorithms.noised_fit")
     final_server = Later("secure_fvi.algorithms.final_server")
     noise_aware = Later("secure_fvi.algorithms.noise_aware")
     refining_server = Later("secure_fvi.algorithms.refining_server")
@@ -131,6 +133,11 @@ class PVI(LocalFitOptions):
     virtual_clients: Count = 1
     """Disjoint parts of a silo's records, each with a site of its own, under `RecordDP` with one for all; for models
     without local latents."""
+    private: Literal["changes", "steps"] = "changes"
+    """Under `RecordDP`, what is noised: each round's change, or each local step's sum of records' gradients, over a
+    Poisson sample of `sampling_rate`, by each silo in full ("steps"; DP-SGD). A round, the first as well, is then
+    `local_steps` sums and is charged as these, and so is each of the `retries`; scales that follow the noise come out
+    wrong, so that `scale_rate` should be 0.2 or so. For models without local latents and `pyro.param`s."""
     replicates: Count | None = None
     """Of a formula's tables, in a predictive check over all silos by one more sum (`checking`); None: there is none."""
 
@@ -157,10 +164,14 @@ class PVI(LocalFitOptions):
         return {"synchronous": silos, "sequential": 1, "asynchronous": self.buffer}[self.schedule]
 
     def declare(self, silos: int, private: bool) -> Declaration:
+        by_steps = private and self.private == "steps"
         names: dict[str, Cohort] = {"synchronous": "all", "sequential": "sequential", "asynchronous": "asynchronous"}
         parts = self.virtual_clients
         what = "the change of its site" if parts == 1 else f"the change of its sites of {parts} parts, added up"
         what += ", in natural parameters, its part of the bound and its number of records"
+        if by_steps:
+            what = "the change of its site, in natural parameters, without noise of its own: it follows from "
+            what += f"{self.local_steps} sums over records that the silo noises in full, one for each step of its fit"
         asked = min(self.asked(silos), silos)
         sums: tuple[Sums, ...] = (Sums(ROUND_PHASE, self.most_rounds, what, asked, names[self.schedule]),)
         if not private:
@@ -495,12 +506,22 @@ class PVIProgram(Program):
         self.theta_start = dict(problem.start.theta)
         self._check()
         self.fit = SiloFit(self.families)
+        if self.by_steps:
+            self.noised_fit, self.noised_steps = noised_fit.NoisedFit(self.fit), config.local_steps
+            self.sampled, self.hidden = config.sampling_rate, self.families.n
         self.refiner = Refiner(problem, self.fit.weigher)
         self.optimizer = Optimizer("adam", config.theta_learning_rate)
         self._one = nothing(self.families.n, self.families.full)
 
+    @property
+    def by_steps(self) -> bool:
+        """Whether noise is in the steps of local fits rather than in changes."""
+        return bool(self.config.private == "steps")
+
     def _check(self) -> None:
         config, privacy = self.config, self.problem.privacy
+        if self.by_steps:
+            self._check_steps()
         if isinstance(privacy, RecordDP) and privacy.objective_share:
             raise InputError("PVI under RecordDP releases no objective; use objective_share = 0")
         if config.virtual_clients > 1 and self.families.has_latents:
@@ -509,6 +530,20 @@ class PVIProgram(Program):
             raise InputError("under differential privacy give rounds: a job is charged for all its rounds beforehand")
         if config.asked(len(self.problem.silos)) > len(self.problem.silos):
             raise InputError(f"buffer = {config.buffer} of {len(self.problem.silos)} silos")
+
+    def _check_steps(self) -> None:
+        config, privacy = self.config, self.problem.privacy
+        if not isinstance(privacy, RecordDP):
+            raise InputError("private = 'steps' noises gradients record by record: it goes with RecordDP alone")
+        if self.families.has_latents or self.theta_start:
+            raise InputError(
+                "private = 'steps' is for models without local latents and pyro.params; integrate latents out in the "
+                "program, or use private = 'changes', or sfvi"
+            )
+        if config.virtual_clients > 1:
+            raise InputError("private = 'steps' noises records' gradients, and takes no parts: use virtual_clients = 1")
+        if config.local_optimizer in EXACT:
+            raise InputError(f"private = 'steps' makes steps, and local_optimizer = '{config.local_optimizer}' none")
 
     def sums(self) -> dict[str, Sum]:
         config, families, silos = self.config, self.families, len(self.problem.silos)
@@ -681,6 +716,8 @@ class PVIProgram(Program):
         """Why no posterior of this job can count the noise of privacy; "" where there is none."""
         if not self.terms:
             return ""
+        if self.by_steps:
+            return "it is in the steps of silos' own fits, and how far it moved them is not in what they send"
         if self.families.has_latents:
             return "silos' own latents follow the noised q, and how far is not in the totals"
         if self.theta_start:
@@ -921,7 +958,15 @@ class PVIProgram(Program):
         flags = torch.tensor([0.0, 1.0], dtype=torch.float64)
         return PVILocal(parts, 0, 0, 0.0, 0, nobody, nobody, nobody[:0], flags, torch.zeros_like(flags))
 
-    def answer(self, message: Broadcast, local: PVILocal, view: SiloView) -> Answer:
+    def answer(self, message: Broadcast, local: PVILocal, view: SiloView) -> Answer | FitAnswer:
+        if self.by_steps:
+            return FitAnswer(lambda noised_sum: self._answer(message, local, view, noised_sum))
+        return self._answer(message, local, view)
+
+    def _answer(
+        self, message: Broadcast, local: PVILocal, view: SiloView, noised_sum: NoisedSum | None = None
+    ) -> Answer:
+        """noised_sum: of a fit by noised steps."""
         local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
         own = {PRESENT: [float(name == view.silo) for name in self.problem.silos], RECORDS: view.size}
         if message.phase == FINISH:
@@ -936,7 +981,7 @@ class PVIProgram(Program):
             return Answer({**own, REFINED: self._near(message, local, view, views)}, local)
         per_unit, local = self._per_unit(message, view.silo), local._replace(asked=message.tensors["q"])
         with threads(1) if self.averaged else contextlib.nullcontext():
-            answered = [self._answered(message, k, part, views[k]) for k, part in enumerate(local.parts)]
+            answered = [self._answered(message, k, part, views[k], noised_sum) for k, part in enumerate(local.parts)]
         parts, fits = [part for part, _, _ in answered], [fit for _, fit, _ in answered]
         each = [
             {CHANGE: to_numpy(part.change.pack() * per_unit)}
@@ -989,9 +1034,14 @@ class PVIProgram(Program):
     def _theta(self, message: Broadcast) -> Params:
         return {name: self.move(message.tensors[f"theta/{name}"]) for name in self.theta_start}
 
-    def _answered(self, message: Broadcast, k: int, part: Part, view: SiloView) -> tuple[Part, Finished, int]:
+    def _answered(
+        self, message: Broadcast, k: int, part: Part, view: SiloView, noised_sum: NoisedSum | None = None
+    ) -> tuple[Part, Finished, int]:
         """The k-th part with its change, the fit that the change is from, and how many fits failed."""
-        fit, own, failed = self._fitted(message, k, part, view)
+        if noised_sum is not None:
+            (fit, own), failed = self._fitted_by_steps(message, part, view, noised_sum), 0
+        else:
+            fit, own, failed = self._fitted(message, k, part, view)
         change = self._one.plus(fit.site.minus(part.site)) if fit.usable else self._one
         return part._replace(change=change, own=own), fit, failed
 
@@ -1025,6 +1075,17 @@ class PVIProgram(Program):
         zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
         own = part.own._replace(visits=part.own.visits + 1)
         return Finished(self._one, 0.0, zeros, False, False), own, failed
+
+    def _fitted_by_steps(
+        self, message: Broadcast, part: Part, view: SiloView, noised_sum: NoisedSum
+    ) -> tuple[Finished, OwnState]:
+        """As `_fitted`, once: all but the sums follows from them and from broadcasts, and so does what a fit that ran
+        off answers, a change of nothing."""
+        q = self.families.unpack(message.tensors["q"])
+        cavity, share = tempered(q, part.site)
+        fitted = self.noised_fit(view.turn + 1, self.fit.begin(q, part.own), cavity, part.own, view, noised_sum)
+        site = fitted.q.minus(cavity) if fitted.sane else self._one
+        return Finished(site, 0.0, {}, fitted.sane, share < 1), fitted.own
 
     def where(self, message: Broadcast) -> Tensor | None:
         return self.families.unpack(message.tensors["q"]).mean() if "q" in message.tensors else None

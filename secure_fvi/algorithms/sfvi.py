@@ -18,7 +18,6 @@ A warm start is a few rounds of SFVI-Avg before the first one (S3.2: five such r
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -45,7 +44,21 @@ from secure_fvi.algorithms.base import (
     Verdict,
     fixed_length,
 )
-from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two, evaluated
+from secure_fvi.algorithms.kit import (
+    FEWEST_ROWS,
+    Answer,
+    Blocks,
+    Program,
+    RecordAnswer,
+    Rows,
+    Sum,
+    Totals,
+    at_least_two,
+    blocks_of,
+    evaluated,
+    rows_at_once,
+    warn_one_by_one,
+)
 from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,
@@ -61,14 +74,13 @@ from secure_fvi.algorithms.structured import (
 from secure_fvi.algorithms.weighing import DISCLOSED
 from secure_fvi.compiled import Traced, TracedOnMade, threads
 from secure_fvi.disclosure import Declaration, Sums, drawn
-from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
+from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
 from secure_fvi.later import Later
 from secure_fvi.objective import RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
-from secure_fvi.privacy.gate import MOST_ROWS
 from secure_fvi.states import Moved
 from secure_fvi.trees import averages, merge, part, running_average, stacked, take, to_numpy, unflatten
 
@@ -85,9 +97,6 @@ else:
 
 DIRECT, PATH = "direct", "path"
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
-#: Rows of a block of per-record gradients at least, and numbers in one above which it has fewer than at most: powers of
-#: two as well. Only what everyone knows, the model's size, decides on them.
-_FEWEST_ROWS, _MOST_NUMBERS = 64, 2**16
 #: Dimensions up to which a diagonal q is held against the curvature, which has as many squared; how many times as wide
 #: a posterior is worth a warning, as far as sds of a converged run may be off (`final_server.SD_WITHIN`); sites named.
 _LOOKED_AT, _MUCH_WIDER, _NAMED = 1000, 1.15, 4
@@ -310,7 +319,7 @@ class SFVIProgram(StructuredProgram):
         self.hidden = sum(v.numel() for v in self.silo_family.init(torch.zeros(1, self.n_silo)).values())
         self.sampled = config.sampling_rate
         numbers = sum(block.size for block in self.gradient_blocks)  # held at once of each row
-        self._block = min(MOST_ROWS, max(_FEWEST_ROWS, 2 ** int(math.log2(max(1, _MOST_NUMBERS // max(1, numbers))))))
+        self._block = rows_at_once(numbers)
         self._trace()
 
     def _trace(self) -> None:
@@ -750,14 +759,8 @@ class SFVIProgram(StructuredProgram):
         one = Batch(take(batch.rows, first), batch.weights[:1], batch.eps_record[:, :1], batch.eps_silo)
         found = untested_operations(lambda: self._alone(*sent, take(own.record, first), own.silo, *one))
         if found:
-            self._record_gradients, self._step.mode, self._block = self._alone, "eager", _FEWEST_ROWS
-            warnings.warn(
-                f"the model uses {', '.join(found)}, which PyTorch is not known to keep apart for records that are "
-                "evaluated together: under record privacy they are evaluated one by one, which is slow. Write it with "
-                "other operations",
-                SecureFVIWarning,
-                stacklevel=2,
-            )
+            self._record_gradients, self._step.mode, self._block = self._alone, "eager", FEWEST_ROWS
+            warn_one_by_one(found)
 
     def _made(self, sent: Sent, own: Latents, batch: Batch, scale: Tensor) -> tuple[Sent, Latents, Batch, Tensor]:
         """What `_record_step_function` was called with, made records in place of the silo's own."""
@@ -769,12 +772,5 @@ class SFVIProgram(StructuredProgram):
         return sent, made, Batch(rows, torch.ones_like(batch.weights), eps, batch.eps_silo), scale
 
     def _chunks(self, key: int, view: SiloView) -> Iterator[Rows]:
-        """The sample in blocks of one shape, whatever the data, filled up with the spare row of weight zero.
-
-        There is a spare row in each, so that none differs from another by having one. None of the sample is cut.
-        """
-        batch, own = self.drawn(key, view), self._block - 1
-        rows = np.arange(view.size) if batch is None else batch
-        blocks = max(1, math.ceil(len(rows) / own))
-        filled = np.append(rows, np.full(blocks * own - len(rows), view.size, np.int64)).reshape(blocks, own)
-        yield from np.pad(filled, ((0, 0), (0, 1)), constant_values=view.size)
+        """The sample in blocks of one shape. None of it is cut."""
+        yield from blocks_of(self.drawn(key, view), view.size, self._block)

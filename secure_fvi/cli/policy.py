@@ -463,13 +463,14 @@ def _lines(d: Disclosure) -> Iterator[str]:
             for b in p.blocks:
                 rows = _ROWS[b.rows]
                 shape = " x ".join(map(str, b.shape)) or "one number"
-                how = "exact" if b.name in exact else "noised"
+                how = "exact" if b.name in exact else "of noised steps" if p.terms and p.terms.steps else "noised"
                 yield f"  {b.name}: {shape}{rows}; a silo's within +-{b.bound:g}; {how}"
         if p.terms is not None:
             mechanism = "Skellam" if p.terms.resolution else "Gaussian"
+            where = f", in each of {p.terms.steps} steps of a silo's own fit" if p.terms.steps else ""
             yield (
                 f"  noise: {mechanism}, {p.terms.noise_multiplier:.4g} times the clipping norm "
-                f"{p.terms.settings.clipping_norm:g} (which is of no account for the guarantee)"
+                f"{p.terms.settings.clipping_norm:g} (which is of no account for the guarantee){where}"
             )
     if d.differences:
         yield (

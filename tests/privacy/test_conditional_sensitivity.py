@@ -28,6 +28,7 @@ from secure_fvi import column_silo, mixed_model
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import pvi
 from secure_fvi.algorithms.base import Pending
+from secure_fvi.algorithms.noised_fit import NoisedFit, RowGradients
 from secure_fvi.algorithms.pvi import PVIProgram, part_views
 from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
 from secure_fvi.algorithms.vertical.steps import VerticalSilo
@@ -36,6 +37,7 @@ from secure_fvi.disclosure import disclose
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.mixed_model import MixedModel
+from secure_fvi.privacy import gate as gate_module
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
 from secure_fvi.randomness import KeyedDraws
 
@@ -71,7 +73,7 @@ class SharedPast:
         def hidden_sum(phase: str, rows: Tensor) -> Tensor:
             return answer(_clipped(rows.double(), gate._clip / 2)[0].sum(0))
 
-        gate._noiser, gate.hidden_sum = lambda hidden: answer, hidden_sum
+        gate._noiser, gate.hidden_sum = lambda *_, **__: answer, hidden_sum
         for _ in range(rounds):
             parties.engine.run(parties.server.round())
         return sums, norms
@@ -597,6 +599,81 @@ def test_parts_whose_states_follow_each_release_are_found(monkeypatch: pytest.Mo
     monkeypatch.setattr(PVIProgram, "averaged", property(lambda self: False, lambda self, value: None), raising=False)
     monkeypatch.setattr(PVIProgram, "contribute", _with_parts)
     assert gaps(lambda changed: parts_world(changed, *_PARTS["exact, diagonal"]), 12).max() > 1.5
+
+
+# ---- noise in the steps of local fits ----
+
+STEPS = 4
+
+
+def _plane(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.StudentT(5.0, x @ beta, 1.0), obs=y)
+
+
+def stepped_world(changed: bool, **options: Any) -> Parties:
+    """Thirty records at one silo; in the changed world one more."""
+    rng = torch.Generator().manual_seed(3)
+    silo = {"x": torch.randn(30, 2, generator=rng), "y": torch.randn(30, generator=rng)}
+    (silo,), ids = with_record([silo], 30.0, changed)
+    algorithm = sf.PVI(rounds=ROUNDS, private="steps", local_steps=STEPS, damping=0.5, learning_rate=0.1, **options)
+    dp = sf.RecordDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
+    server, engine, _ = build_parties(
+        sf.FederatedModel(_plane, "row"), [silo], algorithm, sf.Plain(), record_ids=ids, compile=False, privacy=dp,
+        noise_key=KEY,
+    )  # fmt: skip
+    return Parties(server, engine)
+
+
+def _apart_and_said(build: Callable[[bool], Parties], rounds: int) -> tuple[FloatArray, list[list[FloatArray]]]:
+    """As `gaps`, and what silo 1 released in each world."""
+    said: list[list[FloatArray]] = []
+
+    def watched(changed: bool) -> Parties:
+        parties, seen = build(changed), list[FloatArray]()
+        gate: Any = parties.engine.silos["silo-1"].gate
+        release = gate.release_fit
+        gate.release_fit = lambda fit: seen.append((made := release(fit)).values) or made
+        said.append(seen)
+        return parties
+
+    return gaps(watched, rounds), said
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling_rate": 0.5, "family": "diagonal"}, {"local_optimizer": "adam"}])
+def test_a_record_moves_each_step_of_a_noised_fit_by_at_most_the_norm(options: Any) -> None:
+    """And nothing else: given the same noised sums both worlds release the same changes, to the last bit."""
+    found, (one, other) = _apart_and_said(lambda changed: stepped_world(changed, **options), ROUNDS)
+    assert len(found) == ROUNDS * STEPS
+    assert 0.3 < found.max() <= 1 + 1e-9
+    assert len(one) == ROUNDS
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    assert any(np.abs(a).max() > 1 for a in one)  # a change was made at all
+
+
+def test_a_noised_fit_that_does_not_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    clipped = gate_module.noisy_clipped_sum
+    monkeypatch.setattr(
+        gate_module, "noisy_clipped_sum", lambda parts, sizes, _, noise: clipped(parts, sizes, [1e9], noise)
+    )
+    assert gaps(stepped_world, 3).max() > 5
+
+
+def test_a_noised_fit_that_looks_at_records_besides_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: steps that are as long as they were for the silo's own gradients."""
+    gradients = RowGradients.__call__
+
+    def looks(self: NoisedFit, turn: int, q: Any, cavity: Any, own: Any, view: Any, noised_sum: Any) -> Any:
+        rows = torch.cat(list(gradients(self.gradients, q.mean(), 0, 1.0, view)))
+        share = float(1 / (1 + rows.norm(dim=1).mean()))
+        return fitted(self, turn, q, cavity, own._replace(share=share), view, noised_sum)
+
+    fitted = NoisedFit.__call__
+    monkeypatch.setattr(NoisedFit, "__call__", looks)
+    _, (one, other) = _apart_and_said(stepped_world, 3)
+    assert not any(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # ---- noise in shares: what is public is the total alone, and a silo's own share is not ----

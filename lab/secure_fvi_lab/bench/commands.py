@@ -176,6 +176,16 @@ def pvi_modes() -> None:
     """How wide the intervals of each way to make PVI private are at equal epsilon, beside SFVI's. docs/pvi.md."""
 
 
+@_measuring("pvi-private", "pvi_private:measure")
+@click.option("--fits", type=click.IntRange(2), default=10, show_default=True, help="Of each cell.")
+@click.option("--seed", default=0, show_default=True, help="Of data; noise is the operating system's.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(["linear", "logistic"]), help="This one alone.")
+@click.option("--mode", "modes", multiple=True, help="This one alone, as the table names it; may be repeated.")
+@click.option("--silos", "counts", type=click.IntRange(2), multiple=True, help="Instead of 3 and 10.")
+def pvi_private() -> None:
+    """How far whole private runs of PVI and SFVI end from the exact posterior, at equal epsilon. docs/pvi.md."""
+
+
 @bench.command()
 @click.option("--kills", type=click.IntRange(1), default=200, show_default=True, help="Over as many jobs as it takes.")
 @click.option("--each", is_flag=True, help="So many kills of each party, in place of all together.")
