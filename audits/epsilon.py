@@ -530,6 +530,11 @@ class Setting:
     def parties(self, silos: Sequence[Data], sampling_rate: float | None = None) -> Any:
         """As `build_parties`, for the shortened run, in which every silo takes part in every round."""
         algorithm: Any = self._shortened
+        if getattr(algorithm, "private", "") == "steps":
+            raise InputError(
+                "private = 'steps': no canary is played within a silo's own fit, whose steps alone have noise; audit "
+                "sfvi, which noises the same gradients, or private = 'changes'"
+            )
         if sampling_rate is not None:
             algorithm = replace(algorithm, sampling_rate=sampling_rate)
         elif not isinstance(self.model, Columns):

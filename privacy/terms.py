@@ -233,11 +233,6 @@ def _resolution(noise_multiplier: float) -> int:
 @functools.lru_cache(maxsize=64)
 def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: Extent, steps: int = 0) -> Terms:
     """The terms of a job over `cohort` silos a round. Raises InputError where they give no guarantee."""
-    if steps and settings.noise != "silo":
-        raise InputError(
-            f"noise = '{settings.noise}' with noise in the steps of a silo's own fit: no sum adds shares up there, and "
-            "no server sees them; use noise = 'silo'"
-        )
     honest = cohort - settings.dropouts - settings.colluders
     distributed = settings.noise == "distributed"
     if distributed and honest < 1:

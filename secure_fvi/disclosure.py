@@ -107,7 +107,8 @@ class Declaration:
     single silos' terms, or asks a part of them. shows: whether another option says that it may show these. people: a
     total has a row a person, of columns that silos hold of the same people. labels: who
     learns their response, in words. follows: the units under whose privacy a silo's state follows what it released, the
-    noise that it added itself in it.
+    noise that it added itself in it. within: whether noise is in the steps of a silo's own fit, of which no sum adds
+    shares up, and no server sees one.
     """
 
     rounds: int
@@ -120,6 +121,7 @@ class Declaration:
     people: bool = False
     labels: str = ""
     follows: frozenset[str] = frozenset()
+    within: bool = False
 
 
 class Declares(Protocol):
@@ -318,6 +320,11 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
         found = dataclasses.replace(found, withstands=masks.withstands(silos, recovers))
     if kind != "plain":
         _check_hidden(found, aggregation, declared)
+    if privacy is not None and privacy.noise != "silo" and declared.within:
+        raise InputError(
+            f"noise = '{privacy.noise}' with noise in the steps of a silo's own fit (private = 'steps'): no sum adds "
+            "up shares there, and no server sees the steps; use noise = 'silo'"
+        )
     if privacy is not None and privacy.noise == "distributed":
         if kind == "plain":
             raise InputError(

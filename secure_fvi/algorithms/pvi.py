@@ -191,7 +191,7 @@ class PVI(LocalFitOptions):
         keeps = "its site and its own latents' posterior"
         return Declaration(
             self.most_rounds, sums, keeps, False, self.sampling_rate, because, self.reveal_changes,
-            follows=frozenset({"silo"} if self.virtual_clients > 1 else {"record", "silo"}),
+            follows=frozenset({"silo"} if self.virtual_clients > 1 else {"record", "silo"}), within=by_steps,
         )  # fmt: skip
 
     def server(self, problem: Problem) -> Program:

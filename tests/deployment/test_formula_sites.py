@@ -35,6 +35,7 @@ from secure_fvi.dictionary import parse_dictionary
 from secure_fvi.errors import AggregationError, DataError, InputError, PolicyError, ProtocolError
 from secure_fvi.messages import ROUND, SUM, encode_broadcast
 from secure_fvi.models.base import program
+from secure_fvi.privacy.report import read_report
 from secure_fvi.runs import records, wording
 from secure_fvi.runs.config import Config, Model
 from secure_fvi.runs.records import model_of, settled
@@ -189,6 +190,28 @@ def test_parts_of_sites_under_record_privacy_are_explained_run_and_charged(world
     (tmp_path / "one").mkdir()
     with pytest.raises(InputError, match="a silo's state follows what it released"):
         Study(world, tmp_path / "one", algorithm=algorithm | {"virtual_clients": 1}, privacy=dp, **model).job.run()
+
+
+def test_noised_steps_at_sites_are_explained_run_and_charged(world: World, tmp_path: Path) -> None:
+    """PVI with the noise in the steps of each site's own fit: the ledgers of all are charged for each step. The control
+    leaves the noise to a sum of shares, which no fit has."""
+    dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "silo", "retries": 1, "data_set": "data"}
+    algorithm = {"name": "pvi", "rounds": 2, "private": "steps", "local_steps": 3, "sampling_rate": 0.5}
+    model = {"formula": "wheeze ~ smoke + age", "options": {}}
+    study = Study(world, tmp_path, algorithm=algorithm, privacy=dp, **model)
+    study.job.run()
+    result = json.loads((tmp_path / "remote" / "result.json").read_text())
+    assert (result["rounds"], result["privacy"]["sds"]["count_noise"]) == (2, False)
+    for silo in SILOS:
+        (job,) = read_report(world.homes[silo].ledger_file, silo).jobs
+        assert (job.terms[0]["count"], job.terms[0]["event"]["count"]) == (3, 3)
+        assert job.epsilon == pytest.approx(result["privacy"]["epsilon"], rel=1e-6)
+    explained = CliRunner().invoke(cli, ["policy", "explain", str(study.job.path)], catch_exceptions=False).output
+    assert "follows from 3 sums over records that the silo noises in full" in " ".join(explained.split())
+    (tmp_path / "one").mkdir()
+    shares = dp | {"noise": "distributed"}
+    with pytest.raises(InputError, match="use noise = 'silo'"):
+        Study(world, tmp_path / "one", algorithm=algorithm | {"rounds": 1}, privacy=shares, **model).job.run()
 
 
 @pytest.mark.later

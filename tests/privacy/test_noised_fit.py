@@ -20,6 +20,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import Block, FloatArray
+from secure_fvi.audits import epsilon
 from secure_fvi.cli.policy import disclosure_lines
 from secure_fvi.disclosure import disclose
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
@@ -190,14 +191,14 @@ def test_the_result_says_that_its_sds_do_not_count_the_noise() -> None:
 def test_plan_run_ledger_and_report_give_one_number(rate: float, tmp_path: Path) -> None:
     """The noise that is planned is what a run takes, and what a ledger of that epsilon admits, and none of 1% less. The
     control is the plan of as many rounds of one sum."""
-    rounds, steps, retries, epsilon = 2, 5, 1, 2.0
+    rounds, steps, retries, most = 2, 5, 1, 2.0
     path = tmp_path / "ledger.sqlite"
     algorithm = by_steps(rounds=rounds, local_steps=steps, sampling_rate=rate)
-    privacy = dp(noise_multiplier=None, epsilon=epsilon, retries=retries)
+    privacy = dp(noise_multiplier=None, epsilon=most, retries=retries)
     for name in ("silo-1", "silo-2", "silo-3"):
-        Ledger.open(path, name, create=True).set_budget(Budget("cohort", epsilon, 1e-5))
+        Ledger.open(path, name, create=True).set_budget(Budget("cohort", most, 1e-5))
     result = sf.fit(MODEL, _rows(), algorithm, privacy=privacy, books=sf.Books(path, "cohort", "first"), compile=False)
-    planned = plan(delta=1e-5, epsilon=epsilon, sampling_rate=rate, rounds=rounds * steps, retries=retries * steps)
+    planned = plan(delta=1e-5, epsilon=most, sampling_rate=rate, rounds=rounds * steps, retries=retries * steps)
     assert result.privacy is not None
     assert result.privacy["noise_multiplier"] == pytest.approx(planned.noise_multiplier, rel=0.01)
     (job,) = read_report(path, "silo-1").jobs
@@ -205,10 +206,10 @@ def test_plan_run_ledger_and_report_give_one_number(rate: float, tmp_path: Path)
     (term,) = job.terms
     assert (term["count"], term["event"]["count"]) == (rounds + retries, steps)
     tighter = tmp_path / "tighter.sqlite"
-    Ledger.open(tighter, "silo-1", create=True).set_budget(Budget("cohort", 0.99 * epsilon, 1e-5))
+    Ledger.open(tighter, "silo-1", create=True).set_budget(Budget("cohort", 0.99 * most, 1e-5))
     with pytest.raises(BudgetError):
         sf.fit(MODEL, _rows(60, 1), algorithm, sf.Plain(), privacy=privacy, books=sf.Books(tighter, "cohort", "first"))
-    once = plan(delta=1e-5, epsilon=epsilon, sampling_rate=rate, rounds=rounds, retries=retries)
+    once = plan(delta=1e-5, epsilon=most, sampling_rate=rate, rounds=rounds, retries=retries)
     assert once.noise_multiplier < 0.9 * planned.noise_multiplier
 
 
@@ -244,6 +245,13 @@ def test_a_policy_is_told_where_the_noise_is() -> None:
     assert "in each of 5 steps of a silo's own fit" in said
     without = "\n".join(disclosure_lines(disclose(sf.PVI(rounds=2), sf.Masked(), dp(), 3)))
     assert "steps of a silo's" not in without
+
+
+def test_an_audit_of_canaries_says_that_it_plays_none_there() -> None:
+    """The control is the other mode."""
+    made = dp(noise_multiplier=1.0)
+    assert "no canary is played within a silo's own fit" in str(epsilon.why_not(MODEL, by_steps(), _rows(), made))
+    assert epsilon.why_not(MODEL, sf.PVI(rounds=1), _rows(), made) is None
 
 
 def _sent(scale: float, key: bytes) -> list[FloatArray]:
