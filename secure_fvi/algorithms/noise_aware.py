@@ -12,11 +12,21 @@ and
 Given H, what was seen of s is normal: s = H z + r with r ~ N(0, H), the data's own spread, and noise of known
 variance. With a Gaussian prior the posterior of z is then exact. H itself is known up to noise. It is drawn from its
 own posterior given the slopes: entries normal around a multiple of the identity whose size and spread are learned from
-all entries. Negative eigenvalues of a draw count as nothing known. Mean and covariance over the draws are the result.
+all entries. Draws with negative eigenvalues are drawn again; where most have some, these count as nothing known. Mean
+and covariance over the draws are the result.
 
-Where the noise hides H the size of an interval would be a guess, and there is none (`MOST_ERROR`). Broadcasts that
-stray further tell more of H, and less of the slope where the likelihood is no parabola over them: then intervals are
-too short, and nothing here notices (cells of 1,000 rounds of `secure-fvi bench coverage`).
+Where the noise hides H the size of an interval would be a guess, and there is none (`MOST_ERROR`).
+
+No parabola. Broadcasts of variance S around their mean show gradients that are smoothed over them, which are zero
+elsewhere: of a logistic regression further out, at estimates that are too large. To third order they are off by
+b = T[S] / 2, T the third derivatives of the log-likelihood. At the eps at which intervals are wanted no test sees b in
+the trace: a quadratic regression knows it with n / 2 times the variance of the slope itself. Its size is bounded. In
+the mean over data, of a generalised linear model, T is the third moment of records' scores g (Bartlett 1953), so that
+by the inequality of Cauchy and Schwarz b' H^-1 b <= sum E[(g' S g)^2] / 4. Scores are no longer than the clipping norm
+C; with directions as a normal's, E[(g' S g)^2] is at most C^2 E[g' g] ((tr HS)^2 + 2 tr HSHS) / ((tr H)^2 + 2 tr HH).
+That bound, a normal of that size in H's metric, is counted as one more noise of the slope; where it would be most of
+all there is no interval (`MOST_BENT`). A likelihood that is a parabola whatever the data, as the server sees in the
+program, has no such term.
 
 Clipping. Let a record's gradient be cut by a factor c <= 1. If the cut scores are still zero in the mean at the truth
 (residuals that are symmetric), their curvature H is E[c g g'] and their variance E[c^2 g g'] is no larger: intervals
@@ -38,8 +48,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.base import NoiseAware
-from secure_fvi.algorithms.natural import Natural
+from secure_fvi.algorithms.base import NoiseAware, Problem
+from secure_fvi.algorithms.natural import Natural, quadratic
 from secure_fvi.privacy.terms import Terms
 
 #: Global dimensions at most: the curvature has as many squared.
@@ -47,6 +57,8 @@ UP_TO = 256
 #: Standard error of the curvature along a direction (root mean square), over the mean curvature, up to which intervals
 #: are given (`secure-fvi bench coverage`).
 MOST_ERROR = 0.45
+#: Variance of the slope that gradients which are no line may have, over that of data and noise, up to which they are.
+MOST_BENT = 1.0
 #: Broadcasts answer the noise of earlier rounds, and pull back to where gradients vanish: an autoregression of unknown
 #: mean. Fitted, that pull is too strong, by 4 / T where its variance is 2 / T times itself (Kendall 1954; Tang and Chen
 #: 2009): by twice its squared relative error.
@@ -55,6 +67,10 @@ _TOO_STEEP = 2.0
 NOT_NORMAL = "the prior is not normal (in unconstrained space), which is not integrated"
 #: Draws of the curvature in up to so many numbers together, and at least.
 _DRAWS, _NUMBERS, _FEWEST = 400, 4_000_000, 64
+#: Drawn for each draw that is wanted, of which the ones without negative eigenvalues are kept.
+_TRIED = 2
+#: Made records at which the program is looked at.
+_MADE = 4
 _SEED = 20_250_503
 #: Grid of the mean curvature, from a hundredth of the prior's, and degrees of freedom of the spread around it, over n.
 _SIZES, _LEAST, _FREEDOM = 60, 1e-2, tuple(4.0**k for k in range(-3, 6))
@@ -109,16 +125,35 @@ def variance_of(terms: Terms, survivors: int, clip: float) -> float:
     return placed * (terms.noise_multiplier * clip) ** 2
 
 
+def straight(problem: Problem) -> bool:
+    """Whether the log-likelihood is a parabola in Z_G: of a model without other latents, on made records, whose numbers
+    are uniform ones, so that the data are not asked."""
+    rng = torch.Generator().manual_seed(_SEED)
+    made = problem.schema.dummy_rows(_MADE)
+    rows = {
+        name: (torch.rand(v.shape, generator=rng, dtype=v.dtype) if v.is_floating_point() else v).to(problem.device)
+        for name, v in made.items()
+    }
+    at = problem.start.z_global.to(problem.device, problem.dtype)
+
+    def log_p(z: Tensor) -> Tensor:
+        return problem.density.evaluate(z, z.new_zeros(0), z.new_zeros(_MADE, 0), {}, rows).records.sum()
+
+    return quadratic(log_p, at, True, problem.dtype) is not None
+
+
 class _Told(NamedTuple):
     """What was seen of the curvature H, in a basis of its own."""
 
     basis: Tensor  # (n, n) orthogonal
     estimate: Tensor  # (n, n) symmetric
     precision: Tensor  # (n, n) of each entry's noise
+    strayed: Tensor  # (n,) variance of broadcasts along the basis, times the longest gradient; 0: a line
 
 
-def of_gradients(trace: Trace, prior: Natural) -> NoiseAware | str:
-    """The posterior from the trace of noised gradients; or why there is none."""
+def of_gradients(trace: Trace, prior: Natural, longest: float) -> NoiseAware | str:
+    """The posterior from the trace of noised gradients; or why there is none. longest: a record's (or silo's) gradient,
+    the clipping norm; 0 where the likelihood is a parabola whatever the data."""
     n = len(trace.z)
     freedom = n * (trace.rounds - 1) - n * (n + 1) / 2
     if freedom <= 0 or trace.rounds <= n:
@@ -126,7 +161,8 @@ def of_gradients(trace: Trace, prior: Natural) -> NoiseAware | str:
     told, left = _regressed(trace)
     # Minibatches, and gradients that are no lines, leave more than the noise of privacy: never less is counted.
     excess = max(1.0, left / freedom)
-    told = told._replace(precision=told.precision / excess)
+    strayed = longest * told.precision.diagonal() / trace.weight
+    told = told._replace(precision=told.precision / excess, strayed=strayed)
     error, size = _error(told)
     if size > 0:
         told.estimate.diagonal().sub_(_TOO_STEEP / (size * told.precision.diagonal().clamp(min=1e-300)))
@@ -147,7 +183,7 @@ def _regressed(trace: Trace) -> tuple[_Told, float]:
     precision.diagonal().copy_(weights)
     whole = basis @ estimate @ basis.mT
     left = float(trace.gg.sum()) + 2 * float((whole * trace.gz).sum()) + float((whole @ trace.zz * whole).sum())
-    return _Told(basis, estimate, precision), left
+    return _Told(basis, estimate, precision, torch.zeros_like(weights)), left
 
 
 def widening(trace: Trace, sd: Tensor, prior: Tensor) -> Tensor | None:
@@ -180,8 +216,8 @@ def of_sites(total: Natural, variance: float, prior: Natural) -> NoiseAware | st
     """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers); or why there is none: also where the
     noise hides the least curvature of any direction, which one round does not tell from none."""
     n = total.n
-    told = _Told(*[torch.eye(n, dtype=torch.float64), total.precision, torch.full((n, n), 1 / variance).double()])
     at = torch.zeros(n, dtype=torch.float64)
+    told = _Told(torch.eye(n).double(), total.precision, torch.full((n, n), 1 / variance).double(), at)
     least = float(torch.linalg.eigvalsh(total.precision)[0])
     error = math.sqrt(variance) / least if least > 0 else math.inf
     return _integrated(told, error, total.shift, at, variance, 1.0, Natural(*_full(prior)), 1)
@@ -211,9 +247,19 @@ def _integrated(
         )
     draws = max(_FEWEST, min(_DRAWS, _NUMBERS // n**2))
     rng = torch.Generator().manual_seed(_SEED)
-    values, vectors = torch.linalg.eigh(_curvatures(told, float(prior.precision.diagonal().mean()), draws, rng))
+    drawn = _proper(_curvatures(told, float(prior.precision.diagonal().mean()), _TRIED * draws, rng), draws)
+    values, vectors = torch.linalg.eigh(drawn)
     values, vectors = values.clamp(min=0), told.basis @ vectors
     spread = variance * (1 + (excess - 1) * values / values.mean(1, keepdim=True).clamp(min=1e-300))
+    bent = _bent(drawn, told.strayed).unsqueeze(1) * values
+    share = float(bent.mean() / (values + spread).mean())
+    if not share <= MOST_BENT:
+        return (
+            "broadcasts stray so far that totals may be no line over them "
+            f"(which may move the slope by {math.sqrt(share):.2g} of its sds by data and noise); a smaller "
+            'learning_rate, schedule = "cosine" or more records keep them near'
+        )
+    spread = spread + bent
 
     def made(of: Tensor) -> Tensor:
         return (vectors * of.unsqueeze(1)) @ vectors.mT
@@ -225,9 +271,25 @@ def _integrated(
     means = (covariances @ shift.unsqueeze(-1)).squeeze(-1)
     mean = means.mean(0)
     off = means - mean
-    covariance = covariances.mean(0) + off.mT @ off / draws
+    covariance = covariances.mean(0) + off.mT @ off / len(drawn)
     without = torch.linalg.inv(prior.precision + made(values)).mean(0)
     return NoiseAware(mean, _symmetric(covariance), _symmetric(without), error, rounds)
+
+
+def _proper(drawn: Tensor, wanted: int) -> Tensor:
+    """So many of the draws (K, n, n), of those without a negative eigenvalue where these are enough."""
+    proper = drawn[torch.linalg.eigvalsh(drawn)[:, 0] > 0]
+    return (proper if len(proper) >= _FEWEST else drawn)[:wanted]
+
+
+def _bent(drawn: Tensor, strayed: Tensor) -> Tensor:
+    """(K,) variance of the slope by gradients that are no line, at most, over the curvature, of draws of it."""
+
+    def fourth(of: Tensor) -> Tensor:  # moment of the length of a normal of that covariance
+        return of.diagonal(dim1=1, dim2=2).sum(1).square() + 2 * of.square().sum((1, 2))
+
+    size, root = drawn.diagonal(dim1=1, dim2=2).sum(1).clamp(min=0), strayed.sqrt()
+    return size * fourth(drawn * torch.outer(root, root)) / (4 * drawn.shape[1] * fourth(drawn).clamp(min=1e-300))
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

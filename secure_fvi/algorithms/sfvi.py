@@ -507,7 +507,8 @@ class SFVIProgram(StructuredProgram):
         normal = prior.Prior(self.problem, True).exact({})
         if normal is None:
             return noise_aware.NOT_NORMAL
-        return noise_aware.of_gradients(state.trace, normal)
+        longest = 0.0 if noise_aware.straight(self.problem) else self.terms[ROUND_PHASE].settings.clipping_norm
+        return noise_aware.of_gradients(state.trace, normal, longest)
 
     def posterior(self, state: SFVIState) -> Posterior:
         refined = state.refining.answer

@@ -7,7 +7,7 @@ for these models are a line of algebra, are clipped and get Gaussian noise of th
 sites, clipped and noised. Where noise hides the curvature there is no interval, and a fit counts as "not given".
 
 Trials of an interval are coefficients, ten a fit; they are not quite independent. `best` is the mean sd over that of
-the exact posterior for whoever knows the curvature and adds up the noise of all rounds.
+the exact posterior for whoever knows the curvature of cut gradients, and adds up all rounds.
 """
 
 from __future__ import annotations
@@ -188,17 +188,15 @@ def sfvi_row(
     data = drawn(kind, records, fits, rng)
     found = simulated(program, kind, data, clip, math.sqrt(variance), rng)
     first = math.ceil(rounds * (1 - program.config.average_last))
+    longest = 0.0 if noise_aware.straight(program.problem) else clip
     answers = []
     for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
         trace = noise_aware.nothing_seen(DIMENSIONS)
         for at, total in zip(z, g, strict=True):
             trace = noise_aware.seen(trace, at, total, variance)
-        answers.append(noise_aware.of_gradients(trace, _PRIOR))
-    mean = (data.x @ data.beta.unsqueeze(-1)).squeeze(-1)
-    weight = torch.ones_like(mean) if kind == "linear" else mean.sigmoid() * (-mean).sigmoid()
-    curvature = data.x.mT @ (weight.unsqueeze(-1) * data.x)
+        answers.append(noise_aware.of_gradients(trace, _PRIOR, longest))
     q = (found.mean - data.beta).abs() < 1.96 * found.sd
-    best = _best_sd(curvature, variance / rounds)
+    best = _best_sd(*_cut(kind, data, clip), variance / rounds)
     strayed = float(found.z[:, first:].var(1).sum(1).mean().sqrt())
     return {
         "algorithm": "SFVI", "kind": kind, "records": records, "rounds": rounds, "rate": rate, "strayed": strayed,
@@ -228,18 +226,30 @@ def _pvi_row(epsilon: float, fits: int, seed: int) -> dict[str, Any]:
         answers.append(noise_aware.of_sites(seen, variance, _PRIOR))
         whole = seen.plus(_PRIOR)
         q.append((whole.mean() - beta).abs() < 1.96 * whole.stddev() if whole.proper else beta < -math.inf)
-    best = _best_sd(precision.sum(1), variance)
+    best = _best_sd(precision.sum(1), precision.sum(1), variance)
     return {
         "algorithm": "PVI", "kind": "linear", "records": records,
         **_told(answers, data.beta, torch.stack(q), best), **_of(privacy),
     }  # fmt: skip
 
 
-def _best_sd(curvature: Tensor, variance: float) -> Tensor:
-    """(B, n) sds of the exact posteriors where the curvature (B, n, n) is known and a shift has noise of `variance`."""
-    values, vectors = torch.linalg.eigh(curvature)
-    gain = (vectors * (values.square() / (values + variance)).unsqueeze(1)) @ vectors.mT
-    return torch.linalg.inv(_PRIOR.precision + gain).diagonal(dim1=1, dim2=2).sqrt()
+def _cut(kind: Kind, data: Data, clip: float) -> tuple[Tensor, Tensor]:
+    """(B, n, n) curvature, and variance, of the sum of records' cut gradients at the truth."""
+    mean = (data.x @ data.beta.unsqueeze(-1)).squeeze(-1)
+    weight = torch.ones_like(mean) if kind == "linear" else mean.sigmoid() * (-mean).sigmoid()
+    residual = data.y - (mean if kind == "linear" else mean.sigmoid())
+    most = clip / data.x.norm(dim=2)
+    weight = weight * (residual.abs() < most)
+    squares = residual.abs().minimum(most).square()
+    return data.x.mT @ (weight.unsqueeze(-1) * data.x), data.x.mT @ (squares.unsqueeze(-1) * data.x)
+
+
+def _best_sd(curvature: Tensor, own: Tensor, variance: float) -> Tensor:
+    """(B, n) sds of the exact posteriors where the curvature (B, n, n) is known, and a shift has variance `own` by the
+    data and `variance` by noise."""
+    spread = own + variance * torch.eye(DIMENSIONS, dtype=own.dtype)
+    told = curvature @ torch.linalg.solve(spread, curvature)
+    return torch.linalg.inv(_PRIOR.precision + told).diagonal(dim1=1, dim2=2).sqrt()
 
 
 def _of(privacy: RecordDP) -> dict[str, Any]:

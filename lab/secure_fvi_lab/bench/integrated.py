@@ -245,7 +245,7 @@ def measured(latents: str, children: int, epsilon: float, fits: int, seed: int) 
         trace = noise_aware.nothing_seen(5)
         for at, total in zip(z, g, strict=True):
             trace = noise_aware.seen(trace, at, total, variance)
-        answers.append(noise_aware.of_gradients(trace, _PRIOR))
+        answers.append(noise_aware.of_gradients(trace, _PRIOR, CLIP))
     _, precision = posterior(data.kinds)
     own = torch.linalg.inv(precision).diagonal(dim1=1, dim2=2).sqrt()
     given = [k for k, answer in enumerate(answers) if not isinstance(answer, str)]
