@@ -27,7 +27,7 @@ from torch.distributions import transform_to
 from secure_fvi.algorithms.base import Posterior, Problem, Verdict
 from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
-from secure_fvi.density import Params, running
+from secure_fvi.density import Layout, Params, running
 from secure_fvi.discovery import kind_of
 from secure_fvi.draws import LocalPosterior, SitePosterior, SitePosteriors, draw_global, draws_that_fit, to_arviz
 from secure_fvi.errors import InputError, SecureFVIWarning
@@ -40,6 +40,7 @@ from secure_fvi.summary import (
     Summary,
     correlated,
     heading,
+    named_few,
     of_draws,
     quantiles,
     summarised,
@@ -83,7 +84,26 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
             SecureFVIWarning,
             stacklevel=4,
         )
+    said["unseen"] = _named(server.program.problem.layout, counted.unseen)
+    if said["unseen"]:
+        warnings.warn(
+            f"of {named_few(said['unseen'])} the noise leaves open whether data say anything: intervals are right if "
+            "they say about as much as of the others, and too short if not, as of a column that is zero in most "
+            "records; leave rare columns out, or take more records or a larger epsilon",
+            SecureFVIWarning,
+            stacklevel=4,
+        )
     return found._replace(counted=counted), {**claim, "sds": said}
+
+
+def _named(layout: Layout, chosen: Tensor | None) -> list[str]:
+    """The numbers of global sites that are chosen (n_global,): "beta[2]", or "sigma" of a site that is one number."""
+    sites = {} if chosen is None else layout.split(chosen, "global")
+    return [
+        name + (f"[{', '.join(map(str, at))}]" if at else "")
+        for name, part in sites.items()
+        for at in part.nonzero().tolist()
+    ]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 LEVELS = (5, 50, 95)
 #: Rows of a printed table; those of a network's weights would fill screens. `rows` and `to_dict` have all.
 MOST_ROWS = 60
+#: Names in a sentence.
+_NAMED = 5
 #: Scalars whose correlations are shown as a matrix; of more, the strongest pairs.
 _MATRIX, _PAIRS = 12, 20
 #: Scalars whose correlations are worked out at once.
@@ -182,6 +184,11 @@ def heading(result: RunSummary) -> str:
     return f"{result.algorithm}, {result.rounds} rounds, {state}{why}"
 
 
+def named_few(names: Sequence[str]) -> str:
+    """The first of so many names."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
 def counts_noise(privacy: Mapping[str, Any] | None) -> str:
     """Of a result's `privacy`, in a line: whether sds count the noise; "" without differential privacy."""
     if not privacy:
@@ -193,6 +200,8 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
         )
     cut = said.get("cut_at_most")
     share = "" if cut is None else f", which is up to {cut:.1%} of gradients"
+    if said.get("unseen"):
+        share += f"; of {named_few(said['unseen'])} if data say as much as of the others"
     return f"sds and quantiles count the noise of privacy; not what clipping moves, where it cuts one side more{share}"
 
 

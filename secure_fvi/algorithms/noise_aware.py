@@ -28,6 +28,11 @@ That bound, a normal of that size in H's metric, is counted as one more noise of
 all there is no interval (`MOST_BENT`). A likelihood that is a parabola whatever the data, as the server sees in the
 program, has no such term.
 
+Rare columns. Draws of H take from all entries how curved a coordinate is that its own do not show. Along one of which
+no record says anything broadcasts are a walk of the noise, and the slope on a walk looks like curvature: intervals
+around where the walk went cover far too little. Its t is Dickey and Fuller's (1979), not a normal's; a coordinate whose
+t is below their 5% point is named (`NoiseAware.unseen`). Whether two coordinates are told apart is not looked at.
+
 Clipping. Let a record's gradient be cut by a factor c <= 1. If the cut scores are still zero in the mean at the truth
 (residuals that are symmetric), their curvature H is E[c g g'] and their variance E[c^2 g g'] is no larger: intervals
 are no narrower than they should be. Scores that are cut on one side more than on the other have another zero, which no
@@ -63,6 +68,8 @@ MOST_BENT = 1.0
 #: mean. Fitted, that pull is too strong, by 4 / T where its variance is 2 / T times itself (Kendall 1954; Tang and Chen
 #: 2009): by twice its squared relative error.
 _TOO_STEEP = 2.0
+#: t of a slope on a walk with an unknown mean that is exceeded once in twenty (Dickey and Fuller 1979).
+_WALK = 2.86
 #: Why there is none under a prior that is not.
 NOT_NORMAL = "the prior is not normal (in unconstrained space), which is not integrated"
 #: Draws of the curvature in up to so many numbers together, and at least.
@@ -167,9 +174,12 @@ def of_gradients(trace: Trace, prior: Natural, longest: float) -> NoiseAware | s
     if size > 0:
         told.estimate.diagonal().sub_(_TOO_STEEP / (size * told.precision.diagonal().clamp(min=1e-300)))
     found = _integrated(told, error, trace.g, trace.z, 1 / trace.weight, excess, Natural(*_full(prior)), trace.rounds)
-    if isinstance(found, str) or math.isnan(trace.norms):
+    if isinstance(found, str):
         return found
-    return found._replace(cut=min(1.0, float(told.estimate.diagonal().sum()) / trace.norms))
+    inverse = torch.linalg.inv(trace.zz)
+    t = -(trace.gz @ inverse).diagonal() / (excess * inverse.diagonal()).sqrt()
+    cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
+    return found._replace(cut=cut, unseen=t < _WALK)
 
 
 def _regressed(trace: Trace) -> tuple[_Told, float]:

@@ -323,6 +323,55 @@ def test_broadcasts_of_a_linear_regression_may_stray() -> None:
     assert row["covered"] > 0.9
 
 
+def test_a_column_of_which_no_record_says_anything_is_named() -> None:
+    """Its broadcasts are a walk of the noise. Of fits that are given fewer than half of its intervals of 95% cover,
+    which is the silent error, and its name is missing in one of four or fewer: by Dickey and Fuller's law in one of
+    twenty, more since steps are chosen. In the control, a column as the others, it is named in none."""
+    rows = []
+    for share in (0.0, 1.0):
+        rng = torch.Generator().manual_seed(11)
+        privacy = sf.RecordDP(epsilon=1.0, delta=1e-5, clipping_norm=6.0, noise="silo", retries=0)
+        program = coverage.program_of("linear", privacy, 300)
+        variance = noise_aware.variance_of(program.terms["round"], 1, 6.0)
+        data = coverage.drawn("linear", 3000, 30, rng)
+        y = data.y - (1 - share) * data.x[:, :, 9] * data.beta[:, 9:]
+        data.x[:, :, 9] *= share
+        fits = coverage.simulated(program, "linear", data._replace(y=y), 6.0, variance**0.5, rng)
+        named, inside = [], []
+        for z, g, beta in zip(fits.z[:, 60:], fits.g[:, 60:], data.beta, strict=True):
+            trace = noise_aware.nothing_seen(10)
+            for at, total in zip(z, g, strict=True):
+                trace = noise_aware.seen(trace, at, total, variance)
+            found = noise_aware.of_gradients(trace, Natural(torch.zeros(10).double(), torch.eye(10).double()), 0.0)
+            if not isinstance(found, str):
+                assert found.unseen is not None
+                named.append(bool(found.unseen[9]))
+                inside.append(float((found.mean - beta).abs()[9] < 1.96 * found.covariance[9, 9].sqrt()))
+        rows.append((len(named), sum(named) / len(named), sum(inside) / len(inside)))
+    (given, named_share, covered), (control, named_wrongly, _) = rows
+    assert given >= 8
+    assert covered < 0.5
+    assert named_share >= 0.75
+    assert control == 30
+    assert named_wrongly == 0
+
+
+@pytest.mark.filterwarnings("always::secure_fvi.errors.SecureFVIWarning")
+def test_the_result_names_a_column_that_may_be_unseen() -> None:
+    data = coverage.drawn("linear", 400, 1, torch.Generator().manual_seed(2))
+    x, y = data.x[0].clone(), data.y[0] - data.x[0, :, 9] * data.beta[0, 9]
+    x[:, 9] = 0.0
+    privacy = sf.RecordDP(noise_multiplier=10.0, clipping_norm=6.0, noise="silo", retries=0)
+    with pytest.warns(sf.SecureFVIWarning, match=r"of beta\[9\] the noise leaves open"):
+        result = sf.fit(
+            sf.FederatedModel(coverage.linear, "row"), [{"x": x, "y": y}],
+            sf.SFVI(family="full", iterations=200, learning_rate=0.1, average_last=0.8), sf.Plain(), privacy=privacy, noise_key=b"k",
+            compile=False,
+        )  # fmt: skip
+    assert result.privacy["sds"]["unseen"] == ["beta[9]"]
+    assert "of beta[9] if data say as much as of the others" in counts_noise(result.privacy)
+
+
 def sinuous(x: Tensor, y: Tensor) -> None:
     """A normal response whose mean is no line in beta where x, which is centred in the program, is not zero."""
     beta = pyro.sample("beta", dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0).to_event(1))
