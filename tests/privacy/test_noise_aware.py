@@ -365,8 +365,8 @@ def test_the_result_names_a_column_that_may_be_unseen() -> None:
     with pytest.warns(sf.SecureFVIWarning, match=r"of beta\[9\] the noise leaves open"):
         result = sf.fit(
             sf.FederatedModel(coverage.linear, "row"), [{"x": x, "y": y}],
-            sf.SFVI(family="full", iterations=200, learning_rate=0.1, average_last=0.8), sf.Plain(), privacy=privacy, noise_key=b"k",
-            compile=False,
+            sf.SFVI(family="full", iterations=200, learning_rate=0.1, average_last=0.8), sf.Plain(), privacy=privacy,
+            noise_key=b"k", compile=False,
         )  # fmt: skip
     assert result.privacy["sds"]["unseen"] == ["beta[9]"]
     assert "of beta[9] if data say as much as of the others" in counts_noise(result.privacy)

@@ -8,13 +8,18 @@ sites, clipped and noised. Where noise hides the curvature there is no interval,
 
 Trials of an interval are coefficients, ten a fit; they are not quite independent. `best` is the mean sd over that of
 the exact posterior for whoever knows the curvature of cut gradients, and adds up all rounds.
+
+Cells of adult: the design of UCI Adult's 32,561 people, truths from the posterior of their incomes (Laplace's), incomes
+drawn again. "114 columns" are the example's, "12 columns" ones that many people share.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pyro
@@ -26,11 +31,14 @@ from torch.func import vmap
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms import noise_aware
+from secure_fvi.algorithms.base import NoiseAware
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.sfvi import SFVI, SFVIProgram
 from secure_fvi.algorithms.structured import global_units
+from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
+from secure_fvi.models import tabular, uci_adult
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.trees import Params, merge, part
@@ -45,6 +53,15 @@ EPSILONS, RECORDS = (0.3, 1.0, 3.0), (300, 3000)
 RATE = 0.05
 #: Rounds and learning rate with which broadcasts stray far: the noise of a round is longer, and steps are.
 FAR, FAR_EPSILONS = (1000, 0.1), (1.0, 3.0)
+#: Clipping norms of adult's cells, fits at most, and their settings.
+ADULT, ADULT_FITS = {"12 columns": 3.0, "114 columns": 2.25}, {"12 columns": 1000, "114 columns": 20}
+ADULT_EPSILON, ADULT_DELTA, ADULT_ROUNDS, ADULT_RATE = 1.0, 1e-6, 1000, 0.1
+#: The twelve: the intercept, numbers in the example's units, and answers of which yes is 1 and no -1.
+_NUMBERS = ("intercept", "age", "education-num", "capital-gain", "capital-loss", "hours-per-week")
+_ANSWERS = (
+    ("sex=Male",), ("marital-status=Married-civ-spouse",), ("native-country=United-States",), ("race=White",),
+    ("workclass=Private",), ("occupation=Exec-managerial", "occupation=Prof-specialty"),
+)  # fmt: skip
 _PRIOR = Natural(torch.zeros(DIMENSIONS, dtype=torch.float64), torch.eye(DIMENSIONS, dtype=torch.float64))
 
 
@@ -62,7 +79,7 @@ def logistic(x: Tensor, y: Tensor) -> None:
 
 class Data(NamedTuple):
     beta: Tensor  # (B, n)
-    x: Tensor  # (B, N, n)
+    x: Tensor  # (B, N, n), or (N, n) of all fits
     y: Tensor  # (B, N)
 
 
@@ -79,6 +96,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"{'cell':46} {'given':>9} {'covered (99% interval)':>24} {'by q':>6} {'best':>6} {'sd by noise':>12}"
     for row in found["rows"]:
         name = f"{row['algorithm']} {row['kind']}, N = {row['records']}, epsilon {row['epsilon']:g}"
+        for because, count in row.get("because", {}).items():
+            yield f"  {count} of {row['fits']}: {because}"
         if row.get("rounds", ROUNDS) != ROUNDS:
             name += f", {row['rounds']} rounds"
         if row["given"]:
@@ -90,8 +109,12 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{name:46} {row['given']:4d}/{row['fits']:<4d} {rest}"
 
 
-def measure(fits: int, seed: int = 0) -> dict[str, Any]:
-    """Every cell of SFVI, those in which broadcasts stray, and those of PVI; DESIGN's machine beside it."""
+def measure(fits: int, seed: int = 0, adult: bool = False, data: Path | None = None) -> dict[str, Any]:
+    """Every cell of SFVI, those in which broadcasts stray, and those of PVI; DESIGN's machine beside it. adult: its
+    cells alone, of the folder `data`."""
+    if adult:
+        rows = [_adult_row(columns, fits, seed, data) for columns in ADULT]
+        return {"machine": machine(), "rounds": ADULT_ROUNDS, "delta": ADULT_DELTA, "rows": rows}
     cells = [(kind, n, e) for kind in ("linear", "logistic") for n in RECORDS for e in EPSILONS]
     rows = [sfvi_row(kind, n, e, fits, seed) for kind, n, e in cells]  # type: ignore[arg-type]
     rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, *FAR) for e in FAR_EPSILONS]
@@ -111,14 +134,24 @@ def drawn(kind: Kind, records: int, fits: int, rng: torch.Generator) -> Data:
 
 
 def program_of(kind: Kind, privacy: RecordDP, rounds: int, rate: float = RATE) -> SFVIProgram:
-    """SFVI on the model of a cell; that all silos are here changes no number."""
-    rows = {"x": torch.zeros(2, DIMENSIONS, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
+    """SFVI on the model of a cell."""
     model = FederatedModel({"linear": linear, "logistic": logistic}[kind], record_plate="row")
+    return _program(model, DIMENSIONS, privacy, rounds, rate)
+
+
+def _program(model: FederatedModel, columns: int, privacy: RecordDP, rounds: int, rate: float) -> SFVIProgram:
+    """That all silos are here changes no number."""
+    rows = {"x": torch.zeros(2, columns, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
     algorithm = SFVI(family="full", iterations=rounds, average_last=0.8, learning_rate=rate)
     parties = build_parties(model, [rows], algorithm, Plain(), privacy=privacy, noise_key=b"bench", compile=False)
     program = parties.server.program
     assert isinstance(program, SFVIProgram)
     return program
+
+
+def _predictor(x: Tensor, z: Tensor) -> Tensor:
+    """(B, N), by z (B, n)."""
+    return z @ x.mT if x.dim() == 2 else (x @ z.unsqueeze(-1)).squeeze(-1)
 
 
 def of_each(of: Params, fits: int) -> Params:
@@ -152,16 +185,16 @@ def simulated(
     eta, moments = (of_each(of, fits) for of in (start.eta, start.moments))
     average = {f"eta/{name}": v for name, v in eta.items()}
     move, draw = moving(program), vmap(program.family.transform)
-    eps, norms = start.eps.expand(fits, -1), data.x.norm(dim=2)
+    eps, norms = start.eps.expand(fits, -1), data.x.norm(dim=-1)
     z = draw(eta, eps)
     broadcasts, totals = [], []
     averaged = 0
     for round_ in range(config.iterations):
-        mean = (data.x @ z.unsqueeze(-1)).squeeze(-1)
+        mean = _predictor(data.x, z)
         residual = data.y - (mean if kind == "linear" else mean.sigmoid())
         cut = residual * (clip / (residual.abs() * norms)).clamp(max=1.0)
-        noise = torch.randn(fits, DIMENSIONS, generator=rng, dtype=torch.float64)
-        total = (cut.unsqueeze(1) @ data.x).squeeze(1) + sd * noise
+        noise = torch.randn(z.shape, generator=rng, dtype=torch.float64)
+        total = (cut @ data.x if data.x.dim() == 2 else (cut.unsqueeze(1) @ data.x).squeeze(1)) + sd * noise
         broadcasts.append(z)
         totals.append(total)
         averaged += round_ >= config.iterations * (1 - config.average_last)
@@ -188,19 +221,66 @@ def sfvi_row(
     data = drawn(kind, records, fits, rng)
     found = simulated(program, kind, data, clip, math.sqrt(variance), rng)
     first = math.ceil(rounds * (1 - program.config.average_last))
-    longest = 0.0 if noise_aware.straight(program.problem) else clip
-    answers = []
-    for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
-        trace = noise_aware.nothing_seen(DIMENSIONS)
-        for at, total in zip(z, g, strict=True):
-            trace = noise_aware.seen(trace, at, total, variance)
-        answers.append(noise_aware.of_gradients(trace, _PRIOR, longest))
+    answers = _answers(program, found, first, variance, clip)
     q = (found.mean - data.beta).abs() < 1.96 * found.sd
     best = _best_sd(*_cut(kind, data, clip), variance / rounds)
     strayed = float(found.z[:, first:].var(1).sum(1).mean().sqrt())
     return {
         "algorithm": "SFVI", "kind": kind, "records": records, "rounds": rounds, "rate": rate, "strayed": strayed,
         **_told(answers, data.beta, q, best), **_of(privacy),
+    }  # fmt: skip
+
+
+def _answers(program: SFVIProgram, found: Fits, first: int, variance: float, clip: float) -> list[NoiseAware | str]:
+    """Of the rounds from `first` on."""
+    n, answers = found.mean.shape[1], []
+    longest = 0.0 if noise_aware.straight(program.problem) else clip
+    prior = Natural(torch.zeros(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64))
+    for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
+        trace = noise_aware.nothing_seen(n)
+        for at, total in zip(z, g, strict=True):
+            trace = noise_aware.seen(trace, at, total, variance)
+        answers.append(noise_aware.of_gradients(trace, prior, longest))
+    return answers
+
+
+def _adult(columns: str, data: Path | None) -> tuple[Tensor, Tensor]:
+    """Design (32561, n) and incomes (32561,)."""
+    if data is None:
+        raise InputError("--adult reads 'uci_adult' from a folder: give --data DIR or set SECURE_FVI_DATA")
+    people = uci_adult.load(data).records
+    x, where = people["x"], {name: at for at, name in enumerate(uci_adult.feature_names())}
+    if columns == "12 columns":
+        answers = [2 * x[:, [where[name] for name in names]].sum(1) - 1 for names in _ANSWERS]
+        x = torch.stack([*(x[:, where[name]] for name in _NUMBERS), *answers], 1)
+    return x, people["y"]
+
+
+def _adult_row(columns: str, fits: int, seed: int, data: Path | None) -> dict[str, Any]:
+    x, y = _adult(columns, data)
+    fits, clip, rng = min(fits, ADULT_FITS[columns]), ADULT[columns], torch.Generator().manual_seed(seed)
+    centre, precision = torch.zeros(x.shape[1], dtype=x.dtype), torch.eye(x.shape[1], dtype=x.dtype)
+    for _ in range(30):  # Newton's, to the mode
+        chance = (x @ centre).sigmoid()
+        precision = x.mT @ ((chance * (1 - chance)).unsqueeze(1) * x) + torch.eye(len(centre), dtype=x.dtype)
+        centre = centre + torch.linalg.solve(precision, x.mT @ (y - chance) - centre)
+    root = torch.linalg.cholesky(torch.linalg.inv(precision))
+    beta = centre + torch.randn(fits, len(centre), generator=rng, dtype=x.dtype) @ root.mT
+    incomes = (torch.rand(fits, len(x), generator=rng, dtype=x.dtype) < (beta @ x.mT).sigmoid()).double()
+    drawn_again = Data(beta, x, incomes)
+    privacy = RecordDP(epsilon=ADULT_EPSILON, delta=ADULT_DELTA, clipping_norm=clip, noise="silo", retries=0)
+    program = _program(tabular.MODEL, x.shape[1], privacy, ADULT_ROUNDS, ADULT_RATE)
+    variance = noise_aware.variance_of(program.terms["round"], 1, clip)
+    found = simulated(program, "logistic", drawn_again, clip, math.sqrt(variance), rng)
+    first = math.ceil(ADULT_ROUNDS * (1 - program.config.average_last))
+    answers = _answers(program, found, first, variance, clip)
+    q = (found.mean - beta).abs() < 1.96 * found.sd
+    given = any(not isinstance(answer, str) for answer in answers)
+    best = _best_sd(*_cut("logistic", drawn_again, clip), variance / ADULT_ROUNDS) if given else found.sd
+    return {
+        "algorithm": f"adult, {columns},", "kind": "logistic", "records": len(x),
+        "because": dict(Counter(answer.split(" (")[0] for answer in answers if isinstance(answer, str))),
+        **_told(answers, beta, q, best), **_of(privacy),
     }  # fmt: skip
 
 
@@ -235,21 +315,27 @@ def _pvi_row(epsilon: float, fits: int, seed: int) -> dict[str, Any]:
 
 def _cut(kind: Kind, data: Data, clip: float) -> tuple[Tensor, Tensor]:
     """(B, n, n) curvature, and variance, of the sum of records' cut gradients at the truth."""
-    mean = (data.x @ data.beta.unsqueeze(-1)).squeeze(-1)
+    mean = _predictor(data.x, data.beta)
     weight = torch.ones_like(mean) if kind == "linear" else mean.sigmoid() * (-mean).sigmoid()
     residual = data.y - (mean if kind == "linear" else mean.sigmoid())
-    most = clip / data.x.norm(dim=2)
+    most = clip / data.x.norm(dim=-1)
     weight = weight * (residual.abs() < most)
     squares = residual.abs().minimum(most).square()
-    return data.x.mT @ (weight.unsqueeze(-1) * data.x), data.x.mT @ (squares.unsqueeze(-1) * data.x)
+    rows = data.x if data.x.dim() == 3 else [data.x] * len(mean)
+
+    def summed(by: Tensor) -> Tensor:
+        return torch.stack([x.mT @ (each.unsqueeze(1) * x) for x, each in zip(rows, by, strict=True)])
+
+    return summed(weight), summed(squares)
 
 
 def _best_sd(curvature: Tensor, own: Tensor, variance: float) -> Tensor:
     """(B, n) sds of the exact posteriors where the curvature (B, n, n) is known, and a shift has variance `own` by the
     data and `variance` by noise."""
-    spread = own + variance * torch.eye(DIMENSIONS, dtype=own.dtype)
+    one = torch.eye(own.shape[-1], dtype=own.dtype)
+    spread = own + variance * one
     told = curvature @ torch.linalg.solve(spread, curvature)
-    return torch.linalg.inv(_PRIOR.precision + told).diagonal(dim1=1, dim2=2).sqrt()
+    return torch.linalg.inv(one + told).diagonal(dim1=1, dim2=2).sqrt()
 
 
 def _of(privacy: RecordDP) -> dict[str, Any]:
