@@ -93,7 +93,8 @@ class Fits(NamedTuple):
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    yield f"{'cell':46} {'given':>9} {'covered (99% interval)':>24} {'by q':>6} {'best':>6} {'sd by noise':>12} {'named':>6}"
+    numbers = f"{'covered (99% interval)':>24} {'by q':>6} {'best':>6} {'sd by noise':>12} {'named':>6}"
+    yield f"{'cell':46} {'given':>9} {numbers}"
     for row in found["rows"]:
         name = f"{row['algorithm']} {row['kind']}, N = {row['records']}, epsilon {row['epsilon']:g}"
         for because, count in row.get("because", {}).items():
