@@ -28,6 +28,11 @@ That bound, a normal of that size in H's metric, is counted as one more noise of
 all there is no interval (`MOST_BENT`). A likelihood that is a parabola whatever the data, as the server sees in the
 program, has no such term.
 
+On their way. Rounds that still go from where the run began to where it ends are no sample around the end: along the way
+gradients are cut, all on one side, or curved otherwise. At the end broadcasts answer the noise, so that means of totals
+over halves of the rounds differ by less than that noise; if by more (chi-squared, `LEAST_ALIKE`) there is no interval.
+On a likelihood that is a parabola a run may walk about, and lines that are fitted to each half have to differ as well.
+
 Rare columns. Draws of H take from all entries how curved a coordinate is that its own do not show. Along one of which
 no record says anything broadcasts are a walk of the noise, and the slope on a walk looks like curvature: intervals
 around where the walk went cover far too little. Its t is Dickey and Fuller's (1979), not a normal's; a coordinate whose
@@ -62,6 +67,8 @@ UP_TO = 256
 #: Standard error of the curvature along a direction (root mean square), over the mean curvature, up to which intervals
 #: are given (`secure-fvi bench coverage`).
 MOST_ERROR = 0.45
+#: Probability that halves which are alike differ as much, down to which they count as alike.
+LEAST_ALIKE = 0.01
 #: Variance of the slope that gradients which are no line may have, over that of data and noise, up to which they are.
 MOST_BENT = 1.0
 #: Broadcasts answer the noise of earlier rounds, and pull back to where gradients vanish: an autoregression of unknown
@@ -158,9 +165,9 @@ class _Told(NamedTuple):
     strayed: Tensor  # (n,) variance of broadcasts along the basis, times the longest gradient; 0: a line
 
 
-def of_gradients(trace: Trace, prior: Natural, longest: float) -> NoiseAware | str:
-    """The posterior from the trace of noised gradients; or why there is none. longest: a record's (or silo's) gradient,
-    the clipping norm; 0 where the likelihood is a parabola whatever the data."""
+def of_gradients(trace: Trace, half: Trace, prior: Natural, longest: float) -> NoiseAware | str:
+    """The posterior from the trace of noised gradients, `half` that of its first rounds; or why there is none. longest:
+    a record's (or silo's) gradient, the clipping norm; 0 where the likelihood is a parabola whatever the data."""
     n = len(trace.z)
     freedom = n * (trace.rounds - 1) - n * (n + 1) / 2
     if freedom <= 0 or trace.rounds <= n:
@@ -168,6 +175,13 @@ def of_gradients(trace: Trace, prior: Natural, longest: float) -> NoiseAware | s
     told, left = _regressed(trace)
     # Minibatches, and gradients that are no lines, leave more than the noise of privacy: never less is counted.
     excess = max(1.0, left / freedom)
+    rest = _since(half, trace)
+    may_walk = longest == 0 and min(half.rounds, rest.rounds) > n + 1
+    if max(_alike(half, rest, line) for line in (False, may_walk)) < LEAST_ALIKE:
+        return (
+            "the rounds that are averaged began while the run was still on its way (totals of their two halves differ by "
+            "more than noise); more iterations, or a smaller average_last, leave the way out"
+        )
     strayed = longest * told.precision.diagonal() / trace.weight
     told = told._replace(precision=told.precision / excess, strayed=strayed)
     error, size = _error(told)
@@ -180,6 +194,32 @@ def of_gradients(trace: Trace, prior: Natural, longest: float) -> NoiseAware | s
     t = -(trace.gz @ inverse).diagonal() / (excess * inverse.diagonal()).sqrt()
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
     return found._replace(cut=cut, unseen=t < _WALK)
+
+
+def _since(half: Trace, whole: Trace) -> Trace:
+    """Of the rounds after `half`."""
+    weight = whole.weight - half.weight
+    z, g = ((whole.weight * of - half.weight * had) / weight for of, had in ((whole.z, half.z), (whole.g, half.g)))
+    both, off_z, off_g = half.weight * weight / whole.weight, z - half.z, g - half.g
+    zz = whole.zz - half.zz - both * torch.outer(off_z, off_z)
+    gz = whole.gz - half.gz - both * torch.outer(off_g, off_z)
+    gg = whole.gg - half.gg - both * off_g.square()
+    return Trace(whole.rounds - half.rounds, weight, z, g, zz, gz, gg)
+
+
+def _alike(one: Trace, other: Trace, line: bool) -> float:
+    """The probability that totals of two halves differ as much if all that moves their means is the noise; `line`: or
+    that the lines fitted to each do, in the gradient where the other's broadcasts are in the mean. Noise is taken for
+    what is left in that of the two in which it is less."""
+    n, found = len(one.z), []
+    for trace in (one, other):
+        inverse = torch.linalg.pinv(trace.zz, hermitian=True) if line else torch.zeros_like(trace.zz)
+        slope, off = trace.gz @ inverse, other.z - trace.z
+        left = float(trace.gg.sum() - (slope * trace.gz).sum()) / (n * (trace.rounds - 1 - n * line))
+        found.append((trace.g + slope @ off, 1 / trace.weight + float(off @ inverse @ off), left))
+    (here, early, more), (there, late, less) = found
+    off = float((here - there).square().sum()) / ((early + late) * max(1.0, min(more, less)))
+    return float(torch.special.gammaincc(torch.tensor(n / 2).double(), torch.tensor(off / 2).double()))
 
 
 def _regressed(trace: Trace) -> tuple[_Told, float]:

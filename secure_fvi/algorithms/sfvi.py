@@ -241,6 +241,7 @@ class SFVIState(NamedTuple):
     rest: final_server.Rest  # what the final sum told of q, where all silos were in it
     refining: refining_server.Refining  # and what those after it did
     trace: noise_aware.Trace  # under privacy, or of a diagonal family, of the rounds that are averaged
+    half: noise_aware.Trace  # under privacy, of the first half of these
 
 
 class SFVILocal(NamedTuple):
@@ -373,7 +374,7 @@ class SFVIProgram(StructuredProgram):
         return SFVIState(
             0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE,
             final_server.Rest(), refining_server.start(),
-            noise_aware.nothing_seen(self.family.n if self._looks_on else 0),
+            *[noise_aware.nothing_seen(self.family.n if looks else 0) for looks in (self._looks_on, self._counts)],
         )  # fmt: skip
 
     def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
@@ -435,7 +436,7 @@ class SFVIProgram(StructuredProgram):
         trace = self._seen(state, message, sums, scale / each) if averages and not absent else state.trace
         after = SFVIState(
             state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase,
-            final_server.Rest(), state.refining, trace,
+            final_server.Rest(), state.refining, trace, trace if self._counts and self._early(state) else state.half,
         )  # fmt: skip
         return after, step
 
@@ -483,9 +484,14 @@ class SFVIProgram(StructuredProgram):
         return not self.terms and self.family.name == "diagonal" and 1 < self.family.n <= _LOOKED_AT
 
     @property
+    def _counts(self) -> bool:
+        """Whether the posterior is to count the noise of privacy."""
+        return bool(self.terms) and self._uncounted is None
+
+    @property
     def _looks_on(self) -> bool:
         """Whether broadcasts and totals are kept, in sums."""
-        return self._narrow if not self.terms else self._uncounted is None
+        return self._counts or self._narrow
 
     def _seen(self, state: SFVIState, message: Broadcast, sums: Totals, factor: float) -> noise_aware.Trace:
         """With what this round's total, times `factor`, tells of the likelihood's gradient where it was asked."""
@@ -508,7 +514,7 @@ class SFVIProgram(StructuredProgram):
         if normal is None:
             return noise_aware.NOT_NORMAL
         longest = 0.0 if noise_aware.straight(self.problem) else self.terms[ROUND_PHASE].settings.clipping_norm
-        return noise_aware.of_gradients(state.trace, normal, longest)
+        return noise_aware.of_gradients(state.trace, state.half, normal, longest)
 
     def posterior(self, state: SFVIState) -> Posterior:
         refined = state.refining.answer
@@ -578,6 +584,10 @@ class SFVIProgram(StructuredProgram):
         if self.config.iterations is None:
             return state.monitor.averaging > 0
         return bool(state.round >= self.config.iterations * (1 - self.config.average_last))
+
+    def _early(self, state: SFVIState) -> bool:
+        """Whether this round comes before the middle of those whose iterates enter the average."""
+        return state.round < self.config.own_rounds * (1 - self.config.average_last / 2)
 
     def _draw(self, eta: Params, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Z_G and d."""

@@ -233,16 +233,22 @@ def sfvi_row(
     }  # fmt: skip
 
 
+def traced(z: Tensor, g: Tensor, variance: float) -> tuple[noise_aware.Trace, noise_aware.Trace]:
+    """Of rounds' broadcasts and totals (rounds, n), and of the first half of them."""
+    trace = half = noise_aware.nothing_seen(z.shape[1])
+    for k, (at, total) in enumerate(zip(z, g, strict=True)):
+        trace = noise_aware.seen(trace, at, total, variance)
+        half = trace if 2 * k < len(z) else half
+    return trace, half
+
+
 def _answers(program: SFVIProgram, found: Fits, first: int, variance: float, clip: float) -> list[NoiseAware | str]:
     """Of the rounds from `first` on."""
     n, answers = found.mean.shape[1], []
     longest = 0.0 if noise_aware.straight(program.problem) else clip
     prior = Natural(torch.zeros(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64))
     for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
-        trace = noise_aware.nothing_seen(n)
-        for at, total in zip(z, g, strict=True):
-            trace = noise_aware.seen(trace, at, total, variance)
-        answers.append(noise_aware.of_gradients(trace, prior, longest))
+        answers.append(noise_aware.of_gradients(*traced(z, g, variance), prior, longest))
     return answers
 
 

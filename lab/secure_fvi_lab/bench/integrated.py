@@ -35,7 +35,7 @@ from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.models import six_cities
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi_lab.bench.coverage import moving, of_each
+from secure_fvi_lab.bench.coverage import moving, of_each, traced
 from secure_fvi_lab.machine import machine
 
 SITES = ("1", "smoke", "age", "smoke x age", "omega")
@@ -242,10 +242,7 @@ def measured(latents: str, children: int, epsilon: float, fits: int, seed: int) 
     found = simulated(program, data, variance, rng)
     first, answers = math.ceil(ROUNDS * (1 - LAST)), []
     for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
-        trace = noise_aware.nothing_seen(5)
-        for at, total in zip(z, g, strict=True):
-            trace = noise_aware.seen(trace, at, total, variance)
-        answers.append(noise_aware.of_gradients(trace, _PRIOR, CLIP))
+        answers.append(noise_aware.of_gradients(*traced(z, g, variance), _PRIOR, CLIP))
     _, precision = posterior(data.kinds)
     own = torch.linalg.inv(precision).diagonal(dim1=1, dim2=2).sqrt()
     given = [k for k, answer in enumerate(answers) if not isinstance(answer, str)]
