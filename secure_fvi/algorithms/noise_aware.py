@@ -293,7 +293,7 @@ def _integrated(
         return (
             "the noise hides how curved the likelihood is "
             + (f"(standard error {error:.2g} of it, {MOST_ERROR:g} at most)" if math.isfinite(error) else "")
-            + "; more records, a larger epsilon or a larger average_last would tell it"
+            + "; more records, a larger epsilon or more rounds, all near the end, would tell it"
         )
     draws = max(_FEWEST, min(_DRAWS, _NUMBERS // n**2))
     rng = torch.Generator().manual_seed(_SEED)
