@@ -40,7 +40,8 @@ DISCLOSURES = {
     "changing_cohorts": "exact sums over a part of the silos that changes from sum to sum: their differences come "
     "close to single silos' terms, and a server that asks the same in each solves for these",
     "final_likelihood": "after the rounds, the exact log-likelihood of all records together at up to some thousand "
-    "points near q, and all over the prior, which tells its shape there",
+    "points near q, and all over the prior, which tells its shape there, and of few records, where it has kinks, each "
+    "one's values",
     "sampled_records": "exact sums that rest on few records, drawn anew each time: the fewer, the closer to one's own",
     "exact_counts": "the number of records without noise, beside numbers with noise",
     "objective": "the bound, with noise that the same epsilon pays for",

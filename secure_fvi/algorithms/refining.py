@@ -66,8 +66,7 @@ SUMS, MORE, DRAWS, AGAIN = 3, 6, 1024, 4
 PARTS = 6
 _DISCLOSED = (
     f"the log-likelihood at q's mean, and, relative to that, at {DRAWS} draws of wider distributions near q, or near "
-    "other modes that the final sum found, which all parties derive from the broadcast; of numbers out of range, that "
-    "they are"
+    "points of the final sum, which all parties derive from the broadcast; of numbers out of range, that they are"
 )
 #: Shares of the draws, and by how much these are wider than the proposal, in one dimension.
 WIDTHS = ((0.5, 0.0), (0.3, 1.2), (0.2, 3.0))

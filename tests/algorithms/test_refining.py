@@ -20,6 +20,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pvi_world import NOISE, REGRESSION, World, build, make_regression
+from scipy.optimize import least_squares, linear_sum_assignment, nnls
 from torch import Tensor
 
 import secure_fvi as sf
@@ -1324,3 +1325,69 @@ def test_a_line_of_the_servers_own_is_not_looked_at(held: str, monkeypatch: pyte
     with pytest.raises(ProtocolError, match="other parameters than phase 'finish'"):
         asker.ask(REFINE, needle, 1)
     asker.ask(REFINE, honest, 1)
+
+
+def _read_records(z: Tensor, nats: np.ndarray, n: int) -> np.ndarray:
+    """(n, 2): outcomes and covariates of `n` records whose log-likelihood under `_laplace`, added up over all of them,
+    is `nats` at z (S, 2): by non-negative least squares over a grid of both, then by ordinary least squares."""
+    a, b = z.numpy().T[:, :, None]
+    total = -nats - n * math.log(2)
+    grid = np.stack(np.meshgrid(np.linspace(-6, 6, 41), np.linspace(-3, 3, 9)), -1).reshape(-1, 2)
+
+    def off(points: np.ndarray) -> np.ndarray:
+        return np.asarray(points[:, 0] - a - b * points[:, 1])
+
+    left = nnls(np.vstack([np.abs(off(grid)), np.full((1, len(grid)), 1e3)]), np.r_[total, 1e3 * n])[0]
+    begin = np.zeros((n, 2))
+    for k in range(n):  # of the heaviest and what lies about it one record is taken
+        near = (((grid - grid[left.argmax()]) / [0.5, 1.0]) ** 2).sum(1) < 1
+        begin[k] = np.average(grid[near], weights=left[near] + 1e-12, axis=0)
+        left[near] *= max(0.0, 1 - 1 / max(left[near].sum(), 1.0))
+
+    def slopes(flat: np.ndarray) -> np.ndarray:
+        signs = np.sign(off(flat.reshape(n, 2)))
+        return np.stack([signs, -b * signs], 2).reshape(len(total), -1)
+
+    rng = np.random.default_rng(0)
+    ends = [
+        least_squares(
+            lambda flat: np.abs(off(flat.reshape(n, 2))).sum(1) - total,
+            start.ravel(),
+            slopes,
+            method="lm",
+            max_nfev=300,
+        )
+        for start in (begin, *(begin + rng.normal(size=(6, n, 2)) * [0.1, 0.5]))
+    ]
+    return np.asarray(min(ends, key=lambda end: end.cost).x.reshape(n, 2))
+
+
+@pytest.mark.parametrize("rounds", [None, 20])
+def test_an_honest_run_tells_each_record_where_its_likelihood_has_a_kink(
+    rounds: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the threat model says of the end of a run, which nothing stops but noise, or rounds of a fixed number, after
+    which no likelihood is asked for: from the totals of one sum that refines, of an honest server whom all silos
+    answer, outcome and covariate of each of 12 records to two digits, though not at which of three silos it is."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(3, 4))
+    y = 0.3 + 1.2 * x + rng.laplace(size=x.shape)
+    design, seen = np.stack([np.ones(12), x.ravel()], 1), []
+    covariance = np.linalg.inv(design.T @ design)
+    q = from_moments(torch.tensor(covariance @ design.T @ y.ravel()), torch.tensor(covariance))
+    step = refining_server.Refiner.step
+
+    def kept(self: Any, state: Any, message: Broadcast, sums: Any, *others: Any) -> Any:
+        seen.append((self.draws(message), hiding.read(sums[REFINED], self.block)))
+        return step(self, state, message, sums, *others)
+
+    monkeypatch.setattr(refining_server.Refiner, "step", kept)
+    silos = [{"x": torch.tensor(a), "y": torch.tensor(b)} for a, b in zip(x, y, strict=True)]
+    _final(sf.FederatedModel(_laplace, "records"), silos, q, sf.PVI(family="full", rounds=rounds))
+    if rounds is not None:
+        assert not seen
+        return
+    draws, nats = seen[0]
+    found, true = _read_records(draws, nats[1 : 1 + DRAWS] + nats[0], 12), np.stack([y.ravel(), x.ravel()], 1)
+    matched = np.stack(linear_sum_assignment(np.abs(found[:, None] - true).sum(2)), 1)
+    assert np.abs(found[matched[:, 0]] - true[matched[:, 1]]).max() < 0.02
