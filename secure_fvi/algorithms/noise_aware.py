@@ -30,7 +30,8 @@ program, has no such term.
 
 On their way. Rounds that still go from where the run began to where it ends are no sample around the end: along the way
 gradients are cut, all on one side, or curved otherwise. At the end broadcasts answer the noise, so that means of totals
-over halves of the rounds differ by less than that noise; if by more (chi-squared, `LEAST_ALIKE`) there is no interval.
+over halves of the rounds differ by less than that noise; if by more (chi-squared, `LEAST_ALIKE`), or if broadcasts
+themselves still moved by more than they scatter (`MOST_MOVED`), there is no interval.
 On a likelihood that is a parabola a run may walk about, and lines that are fitted to each half have to differ as well.
 
 Rare columns. Draws of H take from all entries how curved a coordinate is that its own do not show. Along one of which
@@ -69,6 +70,8 @@ UP_TO = 256
 MOST_ERROR = 0.45
 #: Probability that halves which are alike differ as much, down to which they count as alike.
 LEAST_ALIKE = 0.01
+#: How far mean broadcasts of the two halves may lie apart, in sds of the second half's, where that moves the slope.
+MOST_MOVED = 3.0
 #: Variance of the slope that gradients which are no line may have, over that of data and noise, up to which they are.
 MOST_BENT = 1.0
 #: Broadcasts answer the noise of earlier rounds, and pull back to where gradients vanish: an autoregression of unknown
@@ -177,10 +180,12 @@ def of_gradients(trace: Trace, half: Trace, prior: Natural, longest: float) -> N
     excess = max(1.0, left / freedom)
     rest = _since(half, trace)
     may_walk = longest == 0 and min(half.rounds, rest.rounds) > n + 1
-    if max(_alike(half, rest, line) for line in (False, may_walk)) < LEAST_ALIKE:
+    moved = (half.z - rest.z).abs() / (rest.zz.diagonal() / rest.weight).sqrt()
+    far = longest > 0 and float(moved.max()) > MOST_MOVED
+    if far or max(_alike(half, rest, line) for line in (False, may_walk)) < LEAST_ALIKE:
         return (
-            "the rounds that are averaged began while the run was still on its way (totals of their two halves differ by "
-            "more than noise); more iterations, or a smaller average_last, leave the way out"
+            "the rounds that are averaged began while the run was still on its way (their two halves differ by more than "
+            "noise); more iterations, or a smaller average_last, leave the way out"
         )
     strayed = longest * told.precision.diagonal() / trace.weight
     told = told._replace(precision=told.precision / excess, strayed=strayed)
