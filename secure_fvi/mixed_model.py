@@ -1342,7 +1342,10 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 def _line(name: str, draws: Tensor, weights: Tensor, ratio: bool = False) -> Line:
     low, high = quantiles(draws, weights, (2.5, 97.5)).tolist()
     mean, sd = map(float, weighted_moments(draws, weights))
-    exp = (math.exp(mean), math.exp(low), math.exp(high)) if ratio else None
+    try:
+        exp = (math.exp(mean), math.exp(low), math.exp(high)) if ratio else None
+    except OverflowError:  # noise may send a coefficient to where its ratio has no number
+        exp = None
     return Line(name, mean, sd, low, high, exp)
 
 

@@ -184,8 +184,8 @@ def of_gradients(trace: Trace, half: Trace, prior: Natural, longest: float) -> N
     far = longest > 0 and float(moved.max()) > MOST_MOVED
     if far or max(_alike(half, rest, line) for line in (False, may_walk)) < LEAST_ALIKE:
         return (
-            "the rounds that are averaged began while the run was still on its way (their two halves differ by more than "
-            "noise); more iterations, or a smaller average_last, leave the way out"
+            "the rounds that are averaged began while the run was still on its way (their two halves differ by more "
+            "than noise); more iterations, or a smaller average_last, leave the way out"
         )
     strayed = longest * told.precision.diagonal() / trace.weight
     told = told._replace(precision=told.precision / excess, strayed=strayed)
@@ -223,8 +223,8 @@ def _alike(one: Trace, other: Trace, line: bool) -> float:
         left = float(trace.gg.sum() - (slope * trace.gz).sum()) / (n * (trace.rounds - 1 - n * line))
         found.append((trace.g + slope @ off, 1 / trace.weight + float(off @ inverse @ off), left))
     (here, early, more), (there, late, less) = found
-    off = float((here - there).square().sum()) / ((early + late) * max(1.0, min(more, less)))
-    return float(torch.special.gammaincc(torch.tensor(n / 2).double(), torch.tensor(off / 2).double()))
+    apart = float((here - there).square().sum()) / ((early + late) * max(1.0, min(more, less)))
+    return float(torch.special.gammaincc(torch.tensor(n / 2).double(), torch.tensor(apart / 2).double()))
 
 
 def _regressed(trace: Trace) -> tuple[_Told, float]:

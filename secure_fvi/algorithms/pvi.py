@@ -100,6 +100,8 @@ else:
 #: know whether its change was used.
 SKIPPED, TEMPERED, MOVING, PRESENT = "skipped", "tempered", "moving", "present"
 OBJECTIVE, RECORDS = "objective", "records"
+#: Of scales, under `private = "steps"`, at most.
+_STEADY = 0.5
 #: In a broadcast: the site that all parts have.
 SITE = "site"
 
@@ -137,7 +139,7 @@ class PVI(LocalFitOptions):
     """Under `RecordDP`, what is noised: each round's change, or each local step's sum of records' gradients, over a
     Poisson sample of `sampling_rate`, by each silo in full ("steps"; DP-SGD). A round, the first as well, is then
     `local_steps` sums and is charged as these, and so is each of the `retries`; scales that follow the noise come out
-    wrong, so that `scale_rate` should be 0.2 or so. For models without local latents and `pyro.param`s."""
+    wrong, so that `scale_rate` must be 0.5 or less. For models without local latents and `pyro.param`s."""
     replicates: Count | None = None
     """Of a formula's tables, in a predictive check over all silos by one more sum (`checking`); None: there is none."""
 
@@ -149,6 +151,11 @@ class PVI(LocalFitOptions):
             raise InputError(
                 "a sequential schedule shows the server each silo's change of its site, from which it can compute that "
                 "silo's own posterior; say reveal_changes = true to accept this, or use schedule = 'synchronous'"
+            )
+        if self.private == "steps" and self.local_optimizer == NATURAL and self.scale_rate > _STEADY:
+            raise InputError(
+                f"private = 'steps' takes a scale_rate of at most {_STEADY:g}, 0.2 by measurement: scales that follow "
+                "the noise of single steps take means with them"
             )
 
     @property

@@ -196,7 +196,14 @@ def test_noised_steps_at_sites_are_explained_run_and_charged(world: World, tmp_p
     """PVI with the noise in the steps of each site's own fit: the ledgers of all are charged for each step. The control
     leaves the noise to a sum of shares, which no fit has."""
     dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "silo", "retries": 1, "data_set": "data"}
-    algorithm = {"name": "pvi", "rounds": 2, "private": "steps", "local_steps": 3, "sampling_rate": 0.5}
+    algorithm = {
+        "name": "pvi",
+        "rounds": 2,
+        "private": "steps",
+        "local_steps": 3,
+        "sampling_rate": 0.5,
+        "scale_rate": 0.2,
+    }
     model = {"formula": "wheeze ~ smoke + age", "options": {}}
     study = Study(world, tmp_path, algorithm=algorithm, privacy=dp, **model)
     study.job.run()

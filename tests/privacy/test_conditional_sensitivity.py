@@ -617,6 +617,7 @@ def stepped_world(changed: bool, **options: Any) -> Parties:
     rng = torch.Generator().manual_seed(3)
     silo = {"x": torch.randn(30, 2, generator=rng), "y": torch.randn(30, generator=rng)}
     (silo,), ids = with_record([silo], 30.0, changed)
+    options = options if "local_optimizer" in options else {"scale_rate": 0.5, **options}
     algorithm = sf.PVI(rounds=ROUNDS, private="steps", local_steps=STEPS, damping=0.5, learning_rate=0.1, **options)
     dp = sf.RecordDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
     server, engine, _ = build_parties(

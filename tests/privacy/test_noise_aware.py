@@ -322,8 +322,8 @@ def test_broadcasts_of_a_linear_regression_may_stray() -> None:
 
 def test_rounds_on_their_way_give_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear regression whose first coefficient is 8 sds from where the run begins, four fifths of whose rounds are
-    averaged: on the way gradients are cut, all on one side. In the control, which does not look whether totals still move,
-    every fit is given, and no interval of that coefficient covers. Fits that begin where they end are given."""
+    averaged: on the way gradients are cut, all on one side. In the control, which does not look whether totals still
+    move, every fit is given, and no interval of that coefficient covers. Fits that begin where they end are given."""
     rng = torch.Generator().manual_seed(11)
     privacy = sf.RecordDP(epsilon=3.0, delta=1e-5, clipping_norm=6.0, noise="silo", retries=0)
     program = coverage.program_of("linear", privacy, 300)

@@ -157,7 +157,8 @@ def dp(**options: Any) -> sf.RecordDP:
 
 
 def by_steps(**options: Any) -> sf.PVI:
-    return sf.PVI(**{"rounds": 2, "private": "steps", "local_steps": 5, **options})
+    rate = {} if "local_optimizer" in options else {"scale_rate": 0.5}
+    return sf.PVI(**{"rounds": 2, "private": "steps", "local_steps": 5, **rate, **options})
 
 
 def _exact(silos: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -231,6 +232,8 @@ def test_what_does_not_fit_is_refused() -> None:
     problem = make_intercepts()
     with pytest.raises(InputError, match="without local latents"):
         build(by_steps(), dp(), problem.model, problem.silos)
+    with pytest.raises(InputError, match=r"a scale_rate of at most 0\.5, 0\.2 by measurement"):
+        by_steps(scale_rate=1.0)
     with pytest.raises(InputError, match="give rounds"):
         build(by_steps(rounds=None), dp())
 
