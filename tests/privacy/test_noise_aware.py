@@ -6,6 +6,7 @@ nothing more is charged.
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,40 @@ def test_rounds_on_their_way_give_no_interval(monkeypatch: pytest.MonkeyPatch) -
     assert (given, covered) == (12, 0)
     assert near >= 11
     assert right >= 9
+
+
+@pytest.mark.parametrize("looks", ["totals", "broadcasts"])
+def test_a_rare_outcome_on_its_way_gives_no_interval(monkeypatch: pytest.MonkeyPatch, looks: str) -> None:
+    """A logistic regression with 2% of ones, whose intercept is 4 sds of its prior from where the run begins. In the
+    control every fit is given and at most 4 of 12 intervals of the intercept cover; either look refuses all of them."""
+    rng = torch.Generator().manual_seed(11)
+    privacy = sf.RecordDP(epsilon=3.0, delta=1e-5, clipping_norm=4.0, noise="silo", retries=0)
+    program = coverage.program_of("logistic", privacy, 300)
+    variance = noise_aware.variance_of(program.terms["round"], 1, 4.0)
+    data = coverage.drawn("logistic", 6000, 12, rng)
+    data.x[:, :, 0] = 1.0
+    beta = 0.3 * data.beta
+    beta[:, 0] = -4.2
+    y = torch.bernoulli(torch.sigmoid((data.x @ beta.unsqueeze(-1)).squeeze(-1)), generator=rng)
+    fits = coverage.simulated(program, "logistic", data._replace(beta=beta, y=y), 4.0, variance**0.5, rng)
+    prior = Natural(torch.zeros(10).double(), torch.eye(10).double())
+    given = {}
+    for how in (looks, ""):
+        monkeypatch.setattr(noise_aware, "MOST_BENT", math.inf)
+        monkeypatch.setattr(noise_aware, "LEAST_ALIKE", 0.01 if how == "totals" else 0.0)
+        monkeypatch.setattr(noise_aware, "MOST_MOVED", 3.0 if how == "broadcasts" else math.inf)
+        found = [
+            noise_aware.of_gradients(*coverage.traced(z, g, variance), prior, 4.0)
+            for z, g in zip(fits.z[:, 60:], fits.g[:, 60:], strict=True)
+        ]
+        given[how] = [
+            bool((of.mean - at).abs()[0] < 1.96 * of.covariance[0, 0].sqrt())
+            for of, at in zip(found, beta, strict=True)
+            if not isinstance(of, str)
+        ]
+    assert given[looks] == []
+    assert len(given[""]) == 12
+    assert sum(given[""]) <= 4
 
 
 def test_a_column_of_which_no_record_says_anything_is_named() -> None:
