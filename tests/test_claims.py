@@ -89,7 +89,7 @@ def test_what_leaves_the_first_tier_is_noticed() -> None:
 def refusals() -> set[tuple[str, str, str]]:
     """File, function and text of every refusal that `make mutants` removes, from the sources alone."""
     switches = mutants.Switches()
-    for path in (path for folder in mutants.FOLDERS for path in (ROOT / folder).glob("*.py")):
+    for path in (path for part in mutants.PARTS for path in mutants._files(part)):
         mutants._Wrap(str(path.relative_to(ROOT)), switches).visit(ast.parse(path.read_bytes()))
     return {(found.file, found.inside, found.text) for found in switches.all}
 

@@ -190,8 +190,8 @@ class TestBombs:
         inside = schemes._fields(inner)
         key = schemes._numbers(inside[0][1], BFV.primes + 1)
         zeros = key[: 16 + 97] + bytes(len(key) - 16 - 97)
-        some = (struct.pack("<Q", 4) + zeros * 4) * 150  # more than earlier tests left in SEAL's own pool
-        galois = key[16:48] + struct.pack("<Q", DEGREE) + some + bytes(8 * (DEGREE - 150))
+        some = (struct.pack("<Q", 4) + zeros * 4) * 300  # more than earlier tests left in SEAL's own pool
+        galois = key[16:48] + struct.pack("<Q", DEGREE) + some + bytes(8 * (DEGREE - 300))
         bomb = schemes._joined([(0x0A, parameters), (0x12, schemes._joined([*inside, (0x2A, _frame(galois))]))])
         del galois, some
         assert len(bomb) < MAX_KEY_BYTES
