@@ -114,6 +114,9 @@ def test_no_step_goes_around_what_is_charged() -> None:
     gate.begin(3, "round", 3)
     with pytest.raises(AggregationError, match="2 gradients for 3"):
         gate.release_fit(lambda noised_sum: noised_sum([torch.zeros(1, 2)]).numpy())
+    gate.begin(4, "round", 3)
+    with pytest.raises(AggregationError, match=r"where .* were declared"):
+        gate.release_fit(lambda noised_sum: np.zeros(CHANGE + 1))
     assert paid == [1]
 
 
