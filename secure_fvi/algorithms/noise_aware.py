@@ -173,7 +173,7 @@ def of_gradients(trace: Trace, half: Trace, prior: Natural, longest: float) -> N
     a record's (or silo's) gradient, the clipping norm; 0 where the likelihood is a parabola whatever the data."""
     n = len(trace.z)
     freedom = n * (trace.rounds - 1) - n * (n + 1) / 2
-    if freedom <= 0 or trace.rounds <= n:
+    if freedom <= 0 or trace.rounds <= n or min(half.rounds, trace.rounds - half.rounds) < 2:
         return f"{trace.rounds} rounds that are averaged are too few for {n} dimensions"
     told, left = _regressed(trace)
     # Minibatches, and gradients that are no lines, leave more than the noise of privacy: never less is counted.

@@ -166,6 +166,8 @@ def test_more_noise_than_curvature_gives_no_interval_and_says_so(tmp_path: Path)
     prior = Natural(torch.zeros(3).double(), torch.eye(3).double())
     assert "noise hides" in str(noise_aware.of_gradients(*traces, prior, 0.0))
     assert "too few" in str(noise_aware.of_gradients(*[noise_aware.nothing_seen(3)] * 2, prior, 0.0))
+    alone = Natural(torch.zeros(1).double(), torch.eye(1).double())  # of three rounds, a half is one
+    assert "too few" in str(noise_aware.of_gradients(*coverage.traced(z[:3, :1], -z[:3, :1], 1.0), alone, 1.0))
 
     clinics = make_clinics()
     result = sf.fit(
