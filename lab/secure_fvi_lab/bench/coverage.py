@@ -252,6 +252,19 @@ def _answers(program: SFVIProgram, found: Fits, first: int, variance: float, cli
     return answers
 
 
+def laplace(kind: Kind, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Mode (n,) of the posterior of x (N, n) and y (N,) under N(0, 1), by Newton, and its precision there (n, n):
+    exact of a linear response."""
+    z, one = torch.zeros(x.shape[1], dtype=x.dtype), torch.eye(x.shape[1], dtype=x.dtype)
+    precision = one
+    for _ in range(1 if kind == "linear" else 30):
+        mean = x @ z if kind == "linear" else (x @ z).sigmoid()
+        weight = torch.ones_like(mean) if kind == "linear" else mean * (1 - mean)
+        precision = x.mT @ (weight.unsqueeze(1) * x) + one
+        z = z + torch.linalg.solve(precision, x.mT @ (y - mean) - z)
+    return z, precision
+
+
 def _adult(columns: str, data: Path | None) -> tuple[Tensor, Tensor]:
     """Design (32561, n) and incomes (32561,)."""
     if data is None:
@@ -267,11 +280,7 @@ def _adult(columns: str, data: Path | None) -> tuple[Tensor, Tensor]:
 def _adult_row(columns: str, fits: int, seed: int, data: Path | None) -> dict[str, Any]:
     x, y = _adult(columns, data)
     fits, clip, rng = min(fits, ADULT_FITS[columns]), ADULT[columns], torch.Generator().manual_seed(seed)
-    centre, precision = torch.zeros(x.shape[1], dtype=x.dtype), torch.eye(x.shape[1], dtype=x.dtype)
-    for _ in range(30):  # Newton's, to the mode
-        chance = (x @ centre).sigmoid()
-        precision = x.mT @ ((chance * (1 - chance)).unsqueeze(1) * x) + torch.eye(len(centre), dtype=x.dtype)
-        centre = centre + torch.linalg.solve(precision, x.mT @ (y - chance) - centre)
+    centre, precision = laplace("logistic", x, y)
     root = torch.linalg.cholesky(torch.linalg.inv(precision))
     beta = centre + torch.randn(fits, len(centre), generator=rng, dtype=x.dtype) @ root.mT
     incomes = (torch.rand(fits, len(x), generator=rng, dtype=x.dtype) < (beta @ x.mT).sigmoid()).double()

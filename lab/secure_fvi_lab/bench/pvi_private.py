@@ -30,7 +30,7 @@ from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import fit
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi_lab.bench.coverage import CLIPPING, DELTA, DIMENSIONS, Kind, drawn, linear, logistic
+from secure_fvi_lab.bench.coverage import CLIPPING, DELTA, DIMENSIONS, Kind, drawn, laplace, linear, logistic
 from secure_fvi_lab.machine import machine
 
 MODES = ("changes", "parts", "steps", "sfvi")
@@ -129,13 +129,6 @@ def _mode(kind: Kind, mode: str, sites: Tensor, silos: int) -> tuple[PVI | SFVI,
 def _posterior(kind: Kind, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (n,) and covariance (n, n) of the exact posterior, of a logistic one Laplace's at its mode, 3,000 rows being
     many, and each record's curvature there (N, n, n)."""
-    z, eye = torch.zeros(DIMENSIONS, dtype=torch.float64), torch.eye(DIMENSIONS, dtype=torch.float64)
-    for _ in range(1 if kind == "linear" else 30):
-        fitted = x @ z
-        slope, weight = y - fitted, torch.ones_like(y)
-        if kind == "logistic":
-            slope, weight = y - fitted.sigmoid(), fitted.sigmoid() * (1 - fitted.sigmoid())
-        curvatures = weight[:, None, None] * x.unsqueeze(-1) * x.unsqueeze(-2)
-        covariance = torch.linalg.inv(eye + curvatures.sum(0))
-        z = z + covariance @ (x.mT @ slope - z)
-    return z, covariance, curvatures
+    z, precision = laplace(kind, x, y)
+    weight = torch.ones_like(y) if kind == "linear" else (x @ z).sigmoid() * (-(x @ z)).sigmoid()
+    return z, torch.linalg.inv(precision), weight[:, None, None] * x.unsqueeze(-1) * x.unsqueeze(-2)
