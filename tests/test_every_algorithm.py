@@ -305,8 +305,8 @@ def test_under_privacy_nothing_leaves_a_silo_but_under_noise(case: Case, privacy
 
 
 def _few(state: list[Tensor]) -> list[float]:
-    """Three numbers that a change of any element would change."""
-    every = torch.cat([v.flatten() for v in state])
+    """Three numbers that a change of any element would change, of large ones as of small: of their inverse sinh."""
+    every = torch.cat([v.flatten() for v in state]).double().asinh()
     at = torch.arange(len(every), dtype=torch.float64)
     return [float(every.sum()), float(every.abs().sum()), float(every @ torch.cos(at + 1))]
 
@@ -323,10 +323,9 @@ def _runs(number: int) -> dict[str, list[float]]:
     return {f"{number} {case.name} {kind}": _few(ended(number, *how).parties.state()) for kind, how in kinds.items()}
 
 
-@pytest.mark.later
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[c.name for c in CASES])
 def test_a_short_run_ends_where_it_did(number: int) -> None:
-    """To 7 digits, the rest being the processor's. SECURE_FVI_GOLDEN=write, with a reason, writes what it is now."""
+    """To 6 digits, the rest being the processor's. SECURE_FVI_GOLDEN=write, with a reason, writes what it is now."""
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     found = _runs(number)
     if os.environ.get("SECURE_FVI_GOLDEN") == "write":
@@ -334,4 +333,4 @@ def test_a_short_run_ends_where_it_did(number: int) -> None:
         GOLDEN.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {v}" for k, v in sorted(kept.items())) + "\n}\n")
     assert {k for k in golden if k.split()[0] == str(number)} == set(found)
     for name, values in found.items():
-        assert values == pytest.approx(golden[name], rel=1e-7, abs=1e-9), name
+        assert values == pytest.approx(golden[name], rel=1e-6, abs=1e-6), name
