@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from secure_fvi.aggregation.base import BlockTable, FloatArray
 from secure_fvi.compiled import threads
-from secure_fvi.errors import AggregationError, BoundError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, BoundError, InputError, ProtocolError, RecordError
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Terms
 
@@ -458,9 +458,13 @@ class Gate:
         return index
 
     def _pay(self, phase: str, index: int) -> None:
-        """Spend before release: nothing has left yet, and nothing does where this raises."""
+        """Spend before release: nothing has left yet, and nothing does where this raises. A ledger that cannot be used,
+        as where a clock was set back, is a RecordError: an InputError would be taken for a fault of the data."""
         assert self._charge is not None
-        self._charge(phase, index)
+        try:
+            self._charge(phase, index)
+        except InputError as error:
+            raise RecordError(str(error)) from error
         self.paid += 1
 
     def _check_length(self, values: FloatArray, length: int) -> None:

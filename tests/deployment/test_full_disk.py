@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -12,18 +13,25 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
+import torch
 from consortium_run import Job
 from deployment_world import DAY, NOW, World
 from fuzzing import opened_job
 
+import secure_fvi as sf
 from secure_fvi.aggregation import store
 from secure_fvi.aggregation.base import carry
 from secure_fvi.deployment import site
 from secure_fvi.deployment.trail import NOTE, Trail
 from secure_fvi.deployment.trail_verify import compare, rows, verify
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, RecordError
+from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND
+from secure_fvi.privacy import chain_file
+from secure_fvi.privacy.gate import Gate
 from secure_fvi.silo import UNANSWERABLE
 from secure_fvi_lab.bench.world import HUB, Parties, posterior
 
@@ -112,6 +120,47 @@ def test_a_clock_that_is_set_back_is_named_and_nothing_is_lost(world: World) -> 
     notes = [row.fields()["what"] for row in rows(north.log_file)[1] if row.kind == NOTE]
     assert notes[-2:] == ["before", "after"]
     verify(north.log_file)
+
+
+def _line(x: torch.Tensor, y: torch.Tensor) -> None:
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(x * slope, 1.0), obs=y)
+
+
+def _charge_as_it_is(gate: Any, phase: str, index: int) -> None:
+    gate._charge(phase, index)
+    gate.paid += 1
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+@pytest.mark.parametrize("options", [{}, {"private": "steps", "local_steps": 2, "scale_rate": 0.5}], ids=["", "steps"])
+def test_a_clock_that_is_set_back_is_named_by_a_silo_that_is_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, rule: bool
+) -> None:
+    """It answers once the clock is right. The control hands on the ledger's own error, an InputError: a silo took that
+    for one of its data, said something else, and of a fit by noised steps answered nothing any more."""
+    rows = [{"x": torch.ones(4), "y": torch.ones(4)} for _ in range(3)]
+    privacy, books = (
+        sf.RecordDP(noise_multiplier=2.0, noise="silo", retries=0),
+        sf.Books(tmp_path / "l", "cohort", "job"),
+    )
+    server, engine, _ = build_parties(
+        sf.FederatedModel(_line, "row"), rows, sf.PVI(rounds=1, **options), sf.Plain(), privacy=privacy, books=books,
+        compile=False,
+    )  # fmt: skip
+    if not rule:
+        monkeypatch.setattr(Gate, "_pay", _charge_as_it_is)
+    silo: Any = engine.silos["silo-1"]
+    with monkeypatch.context() as clock:
+        clock.setattr(chain_file, "TOLERANCE_SECONDS", -DAY.total_seconds())
+        with pytest.raises((RecordError, AggregationError, ProtocolError)) as caught:
+            engine.run(server.round())
+    assert (bool(re.match("the clock runs backwards.* set the clock right", str(caught.value)))) == rule
+    assert silo.past.failed == (bool(options) and not rule)
+    if rule:
+        assert engine.run(server.round()).finished
+        assert silo.gate.paid == 1
 
 
 @pytest.mark.parametrize("slot", ["question/", "party/state"])
