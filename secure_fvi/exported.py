@@ -212,7 +212,15 @@ def _mvlgamma(run: Callable[..., Any], x: Tensor, p: int) -> Any:
     return run(x, p)
 
 
-#: Operations that raise at some values, as functions that do not. What they give is then of no use (`_fails`).
+def _upsampled(run: Callable[..., Any], x: Tensor, size: Sequence[int], *scales: float | None) -> Any:
+    """With a scale that is not that of the sizes PyTorch reads memory that is not the tensor's."""
+    for old, new, scale in zip(x.shape[-2:], size, scales, strict=False):
+        _need(scale is None or new <= old * scale < new + 1, "a scale that is not that of its sizes")
+    return run(x, size, *scales)
+
+
+#: Operations that raise at some values, as functions that do not. What they give is then of no use (`_fails`). And such
+#: as believe what they are told, held to it.
 _TOTAL: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(_words("gather index_add index_copy index_select scatter scatter_add scatter_reduce"), _at),
     **dict.fromkeys(_words("index index_put"), _at_several),
@@ -224,6 +232,7 @@ _TOTAL: Mapping[str, Callable[..., Any]] = {
     "embedding": _embedding,
     "masked_scatter": _masked_scatter,
     "mvlgamma": _mvlgamma,
+    "upsample_nearest2d.default": _upsampled,
 }
 _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)}
 _MEMORY = {str(m): m for m in (torch.contiguous_format, torch.preserve_format)}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -534,3 +537,43 @@ def test_sizes_stay_bounded_on_a_silos_own_rows(content: bytes) -> None:
     start = [*program.start[:2], torch.zeros(50, 0), *(program.start.theta[n] for n in sorted(program.start.theta))]
     with pytest.raises(InputError, match="a size past all data"):
         program.evaluate([*start, *(rows[n] for n in sorted(rows))], torch.device("cpu"))
+
+
+def _enlarged(table: Any) -> None:
+    """An image of bytes, scaled by 0.75 with up to three rows, and by 400^-8 of that with 402."""
+    graph = table["evaluate"]
+
+    def add(*node: Any) -> dict[str, int]:
+        graph["nodes"].append([*node, {}])
+        return {"at": graph["inputs"] + len(graph["nodes"]) - 1}
+
+    image = add("aten.full.default", [[1, 1, 4, 4], 7])
+    graph["nodes"][-1][2] = {"dtype": {"dtype": "torch.uint8"}}
+    past = add("size.sym_max", [add("size.sub", [add("aten.sym_numel.default", [{"at": graph["inputs"] - 1}]), 2]), 1])
+    scale: Any = 0.75
+    for _ in range(8):
+        scale = add("size.truediv", [scale, past])
+    add("aten.upsample_nearest2d.default", [image, [3, 3], scale, scale])
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["", "control"])
+def test_a_graph_reads_no_memory_but_its_tensors(content: bytes, monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
+    """PyTorch's `upsample_nearest2d` believes its scales. The control ends the process with a silo's rows, and not with
+    made ones, on which a graph is tried."""
+    if not held:
+        monkeypatch.delitem(exported._TOTAL, "upsample_nearest2d.default")
+    program = read_program(altered(content, _enlarged), LINE)
+    rows = LINE.dummy_rows(402)
+    start = [*program.start[:2], torch.zeros(402, 0), *(program.start.theta[n] for n in sorted(program.start.theta))]
+    flat = [*start, *(rows[n] for n in sorted(rows))]
+    child = os.fork()
+    if not child:
+        faulthandler.disable()
+        said = 0
+        try:
+            program.evaluate(flat, torch.device("cpu"))
+        except InputError:
+            said = 3
+        finally:
+            os._exit(said)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (3 if held else -signal.SIGSEGV)
