@@ -301,10 +301,10 @@ class Writer(Generic[C]):
         return next((row.hash for row in self.file.rows(self.chain.silo, length - 1, length)), None)
 
     def now(self) -> int:
-        """Microseconds since 1970, never before the newest row. Raises InputError for a clock that was set back."""
+        """Microseconds since 1970, never before the newest row. Raises RecordError for a clock that was set back."""
         now, last = int(self._clock() * 1e6), self._rows[-1].time if self._rows else self.chain.time
         if now < last - TOLERANCE_SECONDS * 1e6:
-            raise InputError(
+            raise RecordError(
                 f"the clock runs backwards: it reads {timestamp(now)}, the newest row of the {self._whose} "
                 f"is of {timestamp(last)}; set the clock right"
             )

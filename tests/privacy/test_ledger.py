@@ -14,7 +14,7 @@ import pytest
 from ledger_world import BUDGET, Clock, gaussian_job, job_of, new_ledger, tamper
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.errors import BudgetError, InputError, ProtocolError, SecureFVIError, SecureFVIWarning
+from secure_fvi.errors import BudgetError, InputError, ProtocolError, RecordError, SecureFVIError, SecureFVIWarning
 from secure_fvi.key_files import key_path
 from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term, read_ledger
@@ -314,7 +314,7 @@ def test_a_clock_that_runs_backwards_is_refused_and_a_small_step_is_waited_out(t
     job.charge("gradient", 0)
     clock.now -= 20
     with pytest.raises(
-        InputError, match=r"the clock runs backwards: it reads 2027-01-15 07:54:50 UTC.*08:00:00 UTC; set"
+        RecordError, match=r"the clock runs backwards: it reads 2027-01-15 07:54:50 UTC.*08:00:00 UTC; set"
     ):
         job.charge("gradient", 1)
     clock.now += 1000
