@@ -115,10 +115,8 @@ class Homomorphic:
     ) -> Roster:
         """The roster of `identity_keys` (by silo id) and of the key holder's two keys, of a fresh session.
 
-        Raises InputError when there are fewer silos than `min_cohort`, or one has the key holder's name.
+        Raises InputError when there are fewer silos than `min_cohort`.
         """
-        if KEY_HOLDER in identity_keys:
-            raise InputError(f"'{KEY_HOLDER}' is the key holder's name; a silo needs another id")
         entry = holder_entry(holder_identity_key, scheme_named(self.scheme), self.masked, holder_public_key)
         return replace(self.beneath().roster(identity_keys), key_holder=entry)
 
@@ -238,7 +236,10 @@ class SlotCodecs:
 
 
 def check_roster(roster: Roster) -> None:
-    """Raise InputError unless `roster` names a key holder and has its sums signed."""
+    """Raise InputError unless `roster` names a key holder, with whose name no silo takes its messages, and has its sums
+    signed."""
+    if KEY_HOLDER in roster.ids:
+        raise InputError(f"'{KEY_HOLDER}' is the key holder's name in encrypted sums; a silo needs another id")
     if len(roster.key_holder) != 64:
         raise InputError("the roster of a homomorphic sum must name the key holder")
     if not roster.consistency_check:

@@ -1,5 +1,7 @@
 """Homomorphic sums: the total of the survivors, whoever drops out; nobody but the holder has the secret key."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from homomorphic_world import World
@@ -8,8 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from sum_network import CONTEXT, carry, names, random_values, run_sum, table_of
 
-from secure_fvi.aggregation import Block, BlockTable
-from secure_fvi.aggregation.homomorphic import Homomorphic
+from secure_fvi.aggregation import Block, BlockTable, homomorphic
+from secure_fvi.aggregation.homomorphic import Homomorphic, HomomorphicServer, HomomorphicSilo, WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import (
     BFV,
     BFV_PRIME,
@@ -19,7 +21,7 @@ from secure_fvi.aggregation.homomorphic_schemes import (
     flooding_sd,
     masked,
 )
-from secure_fvi.aggregation.key_holder import KEY_HOLDER, KeyHolder
+from secure_fvi.aggregation.key_holder import KEY_HOLDER, KeyHolder, holder_entry
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.prg import Mask
 from secure_fvi.aggregation.roster import Identity
@@ -135,6 +137,34 @@ def test_options_that_cannot_be_are_refused():
     carry(server.prepare(0), parties)
     with pytest.raises(InputError, match="use scheme = 'bfv'"):
         parties[names(3)[0]].contribute(0, names(3), big, np.ones(1), CONTEXT)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["", "control"])
+def test_no_silo_of_a_session_has_the_key_holders_name(monkeypatch, checked):
+    """Between institutions a session's roster is made without `Homomorphic.roster`. The control: what the server asks
+    this silo goes to the key holder, so that each total lacks it."""
+    if not checked:
+        monkeypatch.setattr(homomorphic, "check_roster", lambda roster: None)
+    sums, ids, holder, key = Homomorphic(max_missing=1), ["a", "b", "c", KEY_HOLDER], Identity(), SecretContext(BFV)
+    identities = {silo: Identity() for silo in ids}
+    roster = sums.beneath().roster({silo: identity.public_key for silo, identity in identities.items()})
+    roster = replace(roster, key_holder=holder_entry(holder.public_key, BFV, True, key.public_bytes))
+
+    def parties():
+        silos = {s: HomomorphicSilo(roster, s, identities[s], sums, unbound=True) for s in ids}
+        return HomomorphicServer(roster, BFV, True), silos
+
+    if checked:
+        with pytest.raises(InputError, match="key holder's name"):
+            parties()
+        with pytest.raises(InputError, match="key holder's name"):
+            HomomorphicServer(roster, BFV, True)
+        return
+    server, silos = parties()
+    local = WithHolder(server, KeyHolder(roster, holder, key, True).handle)
+    carry(local.prepare(0), silos)
+    sent = {s: silos[s].contribute(0, ids, table_of(2), np.ones(2), CONTEXT) for s in ids if s != KEY_HOLDER}
+    assert carry(local.total(0, ids, table_of(2), sent, CONTEXT), silos).survivors == ("a", "b", "c")
 
 
 class TestWhoHoldsTheSecretKey:
