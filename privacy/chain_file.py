@@ -18,6 +18,14 @@ from secure_fvi.privacy.witness import Countersignature, check_receipt, make_sta
 
 _FORMAT = 1
 _BUSY_SECONDS, _RETRY_SECONDS = 60.0, 0.02
+_FOLDER = " (this user has to be able to write to the file and to its folder, to read it too)"
+#: By SQLite's code of an error, what to look at.
+_CURES = {
+    sqlite3.SQLITE_READONLY: _FOLDER,
+    sqlite3.SQLITE_CANTOPEN: _FOLDER,
+    sqlite3.SQLITE_IOERR: " (is the disk full?)",
+    sqlite3.SQLITE_FULL: " (make room on the disk)",
+}
 _COLUMNS = "seq, previous, time, kind, body, hash, signature"
 _TABLE = (
     "CREATE TABLE rows (silo TEXT NOT NULL, seq INTEGER NOT NULL, previous BLOB NOT NULL, "
@@ -63,7 +71,10 @@ class ChainFile:
             try:
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 return
-            except sqlite3.OperationalError:
+            except sqlite3.OperationalError as error:
+                # A full disk, or a folder that may not be written to, is none that another process leaves again.
+                if (error.sqlite_errorcode & 0xFF) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                    raise
                 if monotonic() > until:
                     raise
                 sleep(_RETRY_SECONDS)
@@ -84,7 +95,8 @@ class ChainFile:
         except sqlite3.Error as error:
             if type(error) is sqlite3.DatabaseError:  # what SQLite says of a file that it cannot read as its own
                 raise InputError(f"'{self.path}' is no {self.kind.name}: {error}") from None
-            raise RecordError(f"{self.kind.name} '{self.path}': {error}; {self.kind.on_failure}") from None
+            cure = _CURES.get((getattr(error, "sqlite_errorcode", None) or 0) & 0xFF, "")
+            raise RecordError(f"{self.kind.name} '{self.path}': {error}{cure}; {self.kind.on_failure}") from None
 
     @contextmanager
     def transaction(self, durable: bool = True) -> Iterator[None]:

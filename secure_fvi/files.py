@@ -16,11 +16,16 @@ def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     # Closed as it is made: whoever opens it before its mode is changed would go on reading.
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    try:
+        with os.fdopen(opened, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # as on a full disk, where what was begun would take room as well
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

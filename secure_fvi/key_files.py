@@ -73,7 +73,6 @@ def store_private(path: Path, key: PrivateKey, passphrase: str | None = None, un
     Raises InputError where there is no passphrase, unless the key may lie there `unsealed`.
     """
     secret = check_sealed(passphrase, unsealed)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     pem = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -82,6 +81,7 @@ def store_private(path: Path, key: PrivateKey, passphrase: str | None = None, un
     # Written whole under another name, then linked: of two processes one wins, and no one reads half a key.
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(pem)
             file.flush()
@@ -90,8 +90,11 @@ def store_private(path: Path, key: PrivateKey, passphrase: str | None = None, un
             os.link(part, path)
             sync_folder(path.parent)  # the name must last as long as what needs the key
             return True
+    except OSError as error:
+        raise InputError(f"cannot write '{path}': {error.strerror}") from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a folder that may not be entered
+            part.unlink(missing_ok=True)
     return False
 
 
@@ -131,7 +134,10 @@ def create_key(path: str | os.PathLike[str], passphrase: str | None = None, unse
     path = Path(path)
     store_private(path, Ed25519PrivateKey.generate(), passphrase, unsealed)
     identity = load_key(path, passphrase)
-    path.with_suffix(".pub").write_text(identity.public_key.hex() + "\n")
+    try:
+        path.with_suffix(".pub").write_text(identity.public_key.hex() + "\n")
+    except OSError as error:
+        raise InputError(f"cannot write '{path.with_suffix('.pub')}': {error.strerror}") from None
     return identity
 
 

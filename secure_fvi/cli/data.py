@@ -74,11 +74,16 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
         click.echo(text, nl=False)
         return
     try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
+        file = output.open("x", encoding="utf-8")
     except FileExistsError:
         raise InputError(f"'{output}' is there already") from None
     except OSError as error:
+        raise InputError(f"cannot write '{output}': {error.strerror}") from None
+    try:
+        with file:
+            file.write(text)
+    except OSError as error:  # as on a full disk, where half a dictionary would be in the next trial's way
+        output.unlink(missing_ok=True)
         raise InputError(f"cannot write '{output}': {error.strerror}") from None
     guessed = [name for name, column in drafted.items() if column.review]
     look = f"look at {', '.join(guessed)} and delete their lines 'review', then" if guessed else "try it:"

@@ -398,9 +398,10 @@ def _close(folder: Path) -> None:
     try:
         make_private(folder)
     except OSError as error:
+        if not folder.exists():
+            raise InputError(f"'{folder}' cannot be made ({error.strerror}); give another folder") from None
         raise InputError(
-            f"'{folder}' is open to others than its owner, or cannot be made ({error.strerror}); run: "
-            f"chmod 700 '{folder}'"
+            f"'{folder}' is open to others than its owner ({error.strerror}); run: chmod 700 '{folder}'"
         ) from None
 
 

@@ -339,7 +339,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises InputError with the file, the dotted key, the value and what would be right.
     """
     try:
-        table = wording.loads(path.read_text(encoding="utf-8"))
+        table = wording.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise InputError(f"no configuration file '{path}'") from None
     except IsADirectoryError:

@@ -204,6 +204,8 @@ def loads(text: str) -> dict[str, Any]:
     """
     if len(text) > _LONGEST:
         raise ValueError(f"a table of more than {_LONGEST} characters")
+    if text.startswith("\ufeff"):
+        raise ValueError("it begins with a byte order mark: save it as UTF-8 without one")
     if _crowded(text):
         raise ValueError(
             f"a key of more than {_MOST_DOTS} parts, or a line of as many dots within words: break the line"

@@ -10,6 +10,11 @@ def test_missing_configuration(cli: CommandLine) -> None:
     cli.refused("no configuration file", "config.toml")
 
 
+def test_a_configuration_of_notepads_is_read(cli: CommandLine) -> None:
+    cli.config.write_text("\ufeff" + cli.config.read_text().replace("seed = 3", "sede = 3"), encoding="utf-8")
+    cli.refused("'sede'", "did you mean 'seed'")  # what follows the byte order mark
+
+
 def test_malformed_configuration(cli: CommandLine) -> None:
     cli.change("seed = 3", "seed = = 3")
     cli.refused("config.toml", "not a TOML file", "line 2")

@@ -122,8 +122,10 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         write_bytes(tmp_path / "long" / "file", b"")
     with raises(InputError, "cannot write"):
         write_template(tmp_path / "long" / "policy.toml")
-    with raises(InputError, "is open to others than its owner, or cannot be made"):
+    with raises(InputError, r"/long/folder' cannot be made \(Not a directory\); give another folder"):
         _close(tmp_path / "long" / "folder")
+    with raises(InputError, "policy: not a TOML file: it begins with a byte order mark: save it as UTF-8 without one"):
+        parse_table(b"\xef\xbb\xbf" + f"hash = '{'0f' * 32}'".encode(), Hashed, "policy")
     with raises(InputError, "neither a host name nor an IP address"):
         general_name("a" * 64 + ".org")
     p256, curve = generate_private_key(SECP256R1()), generate_private_key(SECP384R1())
