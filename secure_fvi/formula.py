@@ -404,7 +404,11 @@ def response_of(parsed: Parsed, family: str, dictionary: Dictionary) -> Response
         column = dictionary[name]
     except InputError as error:
         sums = re.search(r"[^\w. ]", name) is not None
-        cure = "a response is a column: work it out in the query" if sums else str(error)
+        cure = (
+            "a response is a column: work it out in the query, under a name that the dictionary has"
+            if sums
+            else str(error)
+        )
         if parts := re.fullmatch(r"(\w+)\s*/\s*(\w+)", name):
             cure = f"of proportions write '{parts[1]} | trials({parts[2]})', family binomial"
         raise _error(parsed.text, _place(name, parsed.text.partition("~")[0]), f"the response: {cure},") from None

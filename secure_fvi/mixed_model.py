@@ -93,7 +93,8 @@ _PULLED = 0.5
 _LOG_CONCAVE = ("gaussian", "bernoulli", "binomial", "poisson", "negbinomial", "ordinal")
 _NUMBERED = (
     "each number of '{}', an integer, is taken for a group: where it names groups, kind = 'id' in the dictionary says "
-    "so (or 'category', with its levels); where it is measured, it belongs among the fixed effects"
+    "so (or 'category', with its levels); where it is measured, it belongs among the fixed effects; and each silo's "
+    "numbers are groups of its own unless 'shared' names it"
 )
 #: Of which an effect of each row cannot be told from what the family has itself.
 _ONE_A_ROW = ("gaussian", "student", "bernoulli")
@@ -791,7 +792,7 @@ class MixedModel(FederatedModel):
         the fit, where None says that nobody looked. Everyone may see it."""
         rows, small = _checked(self, totals, step)
         scaled = self.family in ("gaussian", "student")
-        return Check(rows, len(totals) - 1, silos, converged is True, small, scaled)
+        return Check(rows, len(totals) - 1, silos, converged is True, small, scaled, "weights" in self.of.additions)
 
     def checked(self, result: Result) -> Check | None:
         """The check that a run with `replicates` made over all silos; None where it made none."""
@@ -1551,6 +1552,7 @@ class Check:
     converged: bool = True  # whether the fit is known to have
     small: tuple[str, ...] = ()  # sds that are too small to be told from totals
     scaled: bool = True  # whether the response is one that a dictionary may scale
+    weighed: bool = False  # whether rows have weights, which no number here counts
 
     def __str__(self) -> str:
         cells = [["Predictive check", "observed", "replicated", "2.5%", "97.5%", "larger"]]
@@ -1568,6 +1570,7 @@ class Check:
         told = f"; the model makes no tables like these in {', '.join(odd)}: {may}" if odd else ""
         small = ", ".join(f"'{name}'" for name in self.small)
         cure = "; give the response a centre and a scale in the dictionary" if self.scaled else ""
+        about += ", each row once, whatever its weight" if self.weighed else ""
         return about + told + (f"; {small}: too small to tell from totals{cure}" if small else "")
 
     def to_json(self) -> dict[str, Any]:

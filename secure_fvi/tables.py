@@ -278,12 +278,16 @@ def _fitting(found: Coded, missing: Missing, cure: str = "") -> Coded:
     for finding in found.findings:
         whole[finding.rows - 1] = False
     if not whole.any():
-        raise DataError(
-            f"no row without a gap, of {found.read}" if found.read else "it has no records; leave the silo out"
-        )
+        raise DataError(_none_left(found) if found.read else "it has no records; leave the silo out")
     if whole.all():
         return found
     return found.of_rows(whole)._replace(left_out=_gaps(found), findings=())
+
+
+def _none_left(found: Coded) -> str:
+    most = sorted(_gaps(found).items(), key=lambda gap: -gap[1])
+    columns = ", ".join(f"'{name}' has {gaps}" for name, gaps in most[:_NAMED])
+    return f"no row without a gap, of {found.read}: {columns}; leave out what is empty here, at all sites, or fill it"
 
 
 def remedy(findings: Iterable[Finding]) -> str:
@@ -327,9 +331,18 @@ def remedy(findings: Iterable[Finding]) -> str:
         if what in found:
             return (
                 f"; where '{found[what]}' can be so, {cure} in the dictionary, which is one for all sites; where it is "
-                "a slip, correct it, or leave such rows out by a query"
+                f"a slip, correct it, or leave such rows out by a query{_spelt(found[what]) if cure[0] == 'a' else ''}"
             )
     return ""
+
+
+def _spelt(name: str) -> str:
+    """What to do about another spelling of a level, which in `levels` would be a level beside it."""
+    own = _identifier(name)
+    return (
+        "; another spelling of a level, as 1.0 of 1 or m of M, is not to be added: it would be a group beside it; "
+        f"write SELECT * REPLACE (CASE {own} WHEN '1.0' THEN '1' ELSE {own} END AS {own}) FROM {TABLE}"
+    )
 
 
 def check_table(

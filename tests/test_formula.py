@@ -1348,6 +1348,15 @@ def test_a_check_sets_tables_beside_their_replicates(fitted: tuple[MixedModel, s
         model("pressure ~ visits + (1 | child)", "gaussian").check(result, silos)
 
 
+@pytest.mark.parametrize(
+    ("formula", "weighed"), [("pressure | weights(visits) ~ age", True), ("pressure ~ age", False)]
+)
+def test_a_check_says_that_weights_do_not_count_in_it(formula: str, weighed: bool) -> None:
+    of = model(formula, "gaussian")
+    compared = of.compared(torch.ones(3, of.numbers), 2)
+    assert ("each row once, whatever its weight" in compared.said) == weighed
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_what_a_check_counts_is_the_tables_own(family: str) -> None:
     response = {"gaussian": "pressure", "student": "pressure", "bernoulli": "y", "ordinal": "grade",

@@ -365,6 +365,29 @@ def test_truth_values_in_other_words_than_the_dictionarys_are_put_right_by_the_q
     assert read_coded(tmp_path / "t.csv", coding, query).columns["yes"].tolist() == [1.0, 0.0, 0.0]
 
 
+def test_another_spelling_of_a_level_is_put_right_by_the_query_that_is_said(tmp_path: Path) -> None:
+    """The control: added to the levels, as a value that is new would be, it is a group beside its own."""
+    (tmp_path / "t.csv").write_text("period\n1\n1.0\n2\n")
+    coding = Dictionary({"period": Column("category", levels=("1", "2"))})
+    with pytest.raises(DataError, match=r"another spelling of a level, as 1.0 of 1 .* is not to be added") as refused:
+        read_coded(tmp_path / "t.csv", coding)
+    said = str(refused.value)
+    found = read_coded(tmp_path / "t.csv", coding, said[said.index("SELECT") :])
+    assert found.columns["period"].tolist() == [0, 0, 1]
+    added = Dictionary({"period": Column("category", levels=("1", "2", "1.0"))})
+    assert read_coded(tmp_path / "t.csv", added).columns["period"].tolist() == [0, 2, 1]
+
+
+def test_a_column_that_is_empty_at_a_site_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("age,hiv\n1,\n,\n3,\n")
+    coding = Dictionary({"age": Column("number", low=0, high=9), "hiv": Column("boolean")})
+    with pytest.raises(
+        DataError, match="no row without a gap, of 3: 'hiv' has 3, 'age' has 1; leave out what is empty"
+    ):
+        read_coded(tmp_path / "t.csv", coding, missing="drop")
+    assert read_coded(tmp_path / "t.csv", coding, missing="drop", only=["age"]).columns["age"].tolist() == [1, 3]
+
+
 @pytest.mark.parametrize("code", ["NA", "#N/A", "null", ".", "-999", "<NA>"])
 def test_a_code_for_a_missing_id_makes_no_patient(tmp_path: Path, code: str) -> None:
     """All such rows would be one patient. The controls: named as missing they are gaps, and 999 may be an id."""
