@@ -1418,7 +1418,10 @@ def _by_prior(of: Parts, found: Mapping[str, Tensor], weights: Tensor) -> list[s
                 continue
             if at == of.fixed.intercept:
                 given, where = float(of.priors.sd[at]) != _NORMAL, ", where other columns are at their centres,"
-                cure = "is the default: give an offset in a unit in which it is small, as hours/1000, or give priors"
+                unit = "give an offset in a unit in which it is small, as hours/1000, "
+                cure = (
+                    f"is the default: {unit if of.offsets else 'look at the ranges in the dictionary, '}or give priors"
+                )
             else:
                 given = (float(of.priors.mean[at]), float(of.priors.sd[at])) != (0.0, _NORMAL)
                 where = _where(of.fixed.centres_of(at))

@@ -1386,7 +1386,8 @@ def _wrong_line(said: Sequence[re.Match[str]]) -> str:
         return "is longer than the 2,000,000 bytes that a line may have; is a quote before it left open?"
     cells, columns = int(found.get("found") or 0), int(found.get("named") or 0)
     what = "the mark in it, as a decimal comma," if cells >= columns else "a line's end in it"
-    return f"has not as many cells ({cells}) as columns are named ({columns}): one with {what} needs quotes"
+    title = "; a title above the columns' names has to go" if columns == 1 < cells else ""
+    return f"has not as many cells ({cells}) as columns are named ({columns}): one with {what} needs quotes{title}"
 
 
 _ENDS = {b"\r\n": "CR LF", b"\n": "LF", b"\r": "CR"}

@@ -1092,6 +1092,10 @@ def test_the_foot_says_of_which_coefficient_a_prior_is() -> None:
         lines = _by_prior(rare.of, user_draws(rare, {"b": mean + sd * noise[:, :1]}), even)
         assert len(lines) == said
         assert not said or "'(Intercept)', where other columns are at their centres, rests much" in lines[0]
+        assert not said or "as hours/1000" in lines[0]
+    plain = model("count ~ 1", "poisson")  # the control: there is no unit of an offset to change
+    lines = _by_prior(plain.of, user_draws(plain, {"b": -8.0 + 0.5 * noise[:, :1]}), even)
+    assert "look at the ranges in the dictionary, or give priors" in lines[0]
     few = model("pressure ~ 1 + (1 | child)", "gaussian")  # of whose sd the prior is half-t(3, 37.5)
     for sd, spread, said in ((150.0, 0.3, 1), (150.0, 0.02, 0), (10.0, 0.3, 0)):
         drawn = {"sd(child) (Intercept)": sd * (spread * noise[:, 0]).exp(), "(Intercept)": 130 + noise[:, 1]}

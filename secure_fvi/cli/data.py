@@ -301,7 +301,9 @@ def _draft(table: Opened, name: str, cell: str, codes: tuple[str, ...] = _CODES)
         if far := _far(first, last, early, late, max(late - early, _YEAR)):
             return Column("date", missing=missing, review=far)
         low, high = _years(first, last)
-        return Column("date", low=low, high=high, missing=missing)
+        # A prior is as wide as the range says: of ten days in a year it would draw the effect of a day to 0.
+        wide = high - low > 4 * (last - first + 1)
+        return Column("date", low=low, high=high, missing=missing, review=_WIDE if wide else "")
     if about["numbers"] == cells and not about["zeros"]:
         return _number(about, missing, review)
     zeros = "numbers with a 0 in front, taken for text: of a number they are lost" if about["zeros"] else ""
@@ -478,6 +480,9 @@ def _outward(low: float, high: float) -> tuple[float, float]:
     size = high - low or abs(high) or 1.0
     step = 10.0 ** math.floor(math.log10(size) - 1e-9)
     return math.floor(low / step) * step, math.ceil(high / step) * step
+
+
+_WIDE = "the table's days are a small part of these years, whose length makes the prior: give low and high of the study"
 
 
 def _years(first: float, last: float) -> tuple[float, float]:

@@ -417,6 +417,25 @@ def test_a_check_names_columns_and_rows_and_no_cells(folder: Path, capsys: pytes
     assert "2 rows (3 and 1 more)" in run(capsys, "check", "t.csv", "--dictionary", "d.toml", "--rows", "1")[1]
 
 
+def test_a_title_above_the_names_is_told_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "new.csv").write_text("Report of 2024\n\nage,x\n1,2\n")
+    assert "a title above the columns' names has to go" in run(capsys, "describe", "new.csv")[2]
+    (folder / "new.csv").write_text("age,x\n1,2\n3,4,5\n")  # the control: names in the first line
+    said = run(capsys, "describe", "new.csv")[2]
+    assert "line 3 has not as many cells" in said
+    assert "a title above" not in said
+
+
+@pytest.mark.parametrize(("last", "asked"), [("2020-01-10", True), ("2020-09-10", False)])
+def test_days_that_are_a_small_part_of_their_years_are_asked_about(
+    folder: Path, capsys: pytest.CaptureFixture[str], last: str, asked: bool
+) -> None:
+    (folder / "new.csv").write_text(f"seen\n2020-01-01\n2020-01-05\n{last}\n")
+    out = run(capsys, "describe", "new.csv")[1]
+    assert ("whose length makes the prior" in out) == asked
+    assert "low = 2020-01-01\nhigh = 2020-12-31" in out
+
+
 def test_a_query_and_further_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "more.csv").write_text("person,group\n" + "".join(f"P{i},{'ab'[i % 2]}\n" for i in range(60)))
     query = "SELECT person, CAST(age AS DOUBLE) * 12 AS months, more.group FROM data JOIN more USING (person)"
