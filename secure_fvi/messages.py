@@ -45,18 +45,17 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     return {name: [_NAMES[t.dtype], list(t.shape), t.cpu().numpy().tobytes()] for name, t in tensors.items()}
 
 
-def unpack_tensors(packed: Any) -> dict[str, Tensor]:
-    """The inverse of `pack_tensors`; raises ProtocolError for anything else."""
+def _unpack_tensors(packed: Mapping[str, list[Any]]) -> dict[str, Tensor]:
+    """The inverse of `pack_tensors`, of what has the form `_TENSOR`; raises ProtocolError for what is none of it."""
     out: dict[str, Tensor] = {}
-    _require(isinstance(packed, dict), "tensors must be a map")
-    for name, entry in packed.items():
-        _require(isinstance(name, str) and isinstance(entry, list) and len(entry) == 3, "malformed tensor")
-        kind, shape, raw = entry
-        _require(kind in _DTYPES and isinstance(shape, list) and isinstance(raw, bytes), "malformed tensor")
-        _require(all(type(n) is int and n >= 0 for n in shape), "malformed tensor shape")
+    for name, (kind, shape, raw) in packed.items():
+        _require(kind in _DTYPES, "a tensor of an unknown kind")
         dtype = _DTYPES[kind]
         _require(len(raw) == math.prod(shape) * dtype.itemsize, "tensor of the wrong length")
-        out[name] = torch.from_numpy(np.frombuffer(bytearray(raw), dtype).reshape(shape))
+        try:
+            out[name] = torch.from_numpy(np.frombuffer(bytearray(raw), dtype).reshape(shape))
+        except ValueError:  # of no elements, and of longer sides than any array has
+            raise ProtocolError("a tensor of an impossible shape") from None
     return out
 
 
@@ -111,7 +110,7 @@ def decode_broadcast(
         _require(digest == _of_cohort(cohort), "the cohort is not the one that the job asks in this round")
         _require(len(used) in (1, len(cohort)), "as many sums used as silos asked, or one for all, are expected")
         accepted = dict(zip(cohort, used if len(used) == len(cohort) else used * len(cohort), strict=True))
-    told = cohort, scalars, unpack_tensors(packed), phase
+    told = cohort, scalars, _unpack_tensors(packed), phase
     return Broadcast(round_, index, accepted, *told, tuple(map(tuple, sums)))
 
 

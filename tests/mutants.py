@@ -75,8 +75,18 @@ PARTS = {
             "tests/test_parties.py",
             "tests/test_wire.py",
             "tests/test_disclosure.py",
+            "tests/test_exported.py",
+            "tests/test_local_posterior.py",
+            "tests/test_mistakes.py",
+            "tests/test_predicting.py",
             "tests/test_questions.py",
             "tests/test_every_algorithm.py",
+            "tests/privacy",
+            "tests/deployment/test_columns.py",
+            "tests/deployment/test_deployed_sum.py",
+            "tests/deployment/test_every_engine.py",
+            "tests/deployment/test_refusals_at_sites.py",
+            "tests/deployment/test_unfit_data.py",
             "tests/contracts",
             "tests/vertical",
             "tests/wire",
@@ -342,21 +352,25 @@ class Farm:
     def _in_order(self, refusal: Refusal, tests: list[str], reach: dict[str, Any]) -> list[str]:
         """Quick ones first; where many reach a check, those before them in which it has refused something: a raise of
         the function that is called, a fault that the condition's function finds, or else one of the same module; and
-        then those whose file is called after the module."""
+        before others of each kind those whose file is called after the module, or imports from it."""
         called = re.match(r"(?:[\w.]*\.)?(\w+)\(", refusal.text) if refusal.kind == "call" else None
-        topic = Path(refusal.file).stem.partition("_")[0]
+        stem = Path(refusal.file).stem
+        imports = re.compile(rf"\b(from|import) [\w.]*\b{stem}\b|^from [\w.]+ import .*\b{stem}\b", re.M)
+        files = {name.partition("::")[0] for name in tests}
+        near = {f for f in files if stem.partition("_")[0] in Path(f).stem or imports.search((ROOT / f).read_text())}
 
-        def key(name: str) -> tuple[int, float]:
+        def kind(name: str) -> int:
             if refusal.kind not in ("call", "condition"):
-                return 0, reach[name][1]
+                return 0
             refused = [r.split("|")[:2] for r in reach[name][2] if "|raise|" in r or "|fault|" in r]
             if called and any(inside.rpartition(".")[2] == called[1] for _, inside in refused):
-                return 0, reach[name][1]
+                return 0
             if not called and any(f"{refusal.inside}(" in r for r in reach[name][2] if "|fault|" in r):
-                return 0, reach[name][1]
-            if any(file == refusal.file for file, _ in refused):
-                return 1, reach[name][1]
-            return 2 if topic in Path(name.partition("::")[0]).stem else 3, reach[name][1]
+                return 0
+            return 1 if any(file == refusal.file for file, _ in refused) else 2
+
+        def key(name: str) -> tuple[int, bool, float]:
+            return kind(name), name.partition("::")[0] not in near, reach[name][1]
 
         chosen, seconds = [], 0.0
         for name in sorted(tests, key=key)[:MOST_TESTS]:

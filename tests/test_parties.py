@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -172,13 +174,34 @@ def test_malformed_broadcasts_are_refused() -> None:
     assert survived < len(raw)  # bytes of numbers and names may change unnoticed here; signatures cover them
 
 
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        (0, 4, "a broadcast of version"),
+        (6, {"scale": math.nan}, "malformed scalars"),
+        (7, {"z": ["f2", [1], bytes(2)]}, "unknown kind"),
+        (7, {"z": ["f4", [2], bytes(4)]}, "wrong length"),
+        (7, {"z": ["f4", [0, 2**62, 2**62], b""]}, "impossible shape"),
+    ],
+)
+def test_a_broadcast_of_the_right_form_is_refused_for_what_it_holds(at: int, value: Any, says: str) -> None:
+    """The control: with what stood there it is taken."""
+    fields = msgpack.unpackb(encode_broadcast(_broadcast()))
+    decode_broadcast(msgpack.packb(fields))
+    fields[at] = value
+    with pytest.raises(ProtocolError, match=says):
+        decode_broadcast(msgpack.packb(fields))
+
+
 def test_a_silo_refuses_unknown_messages() -> None:
     problem = make_intercepts()
     _, engine, _ = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False)
     silo = engine.silos["silo-1"]
-    for message in (b"", b"X", ROUND + b"nonsense"):
-        with pytest.raises(ProtocolError):
+    for message in (b"", b"X", b"X" + encode_broadcast(_broadcast())):
+        with pytest.raises(ProtocolError, match="a message of unknown kind"):
             silo.handle(message)
+    with pytest.raises(ProtocolError, match="not well-formed"):
+        silo.handle(ROUND + b"nonsense")
     assert silo.pending is None
 
 

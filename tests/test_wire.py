@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
@@ -175,6 +176,80 @@ def test_shapes_and_values_say_the_same() -> None:
             wire.decode(msgpack.packb([bytes(padding), good]) + b"\x00", shape)
 
 
+class Case(NamedTuple):
+    shape: wire.Shape
+    right: list[object]
+    wrong: list[object]  # which a walk over the bytes sees
+    by_value: list[object]  # which is seen when the value is there
+
+
+SHAPES = {
+    "row": Case(wire.Row(wire.whole(), wire.flag), [[1, True]], [[1], [1, True, 1], [1, 1], {}, b"12"], [[-1, True]]),
+    "list": Case(wire.Listed(wire.whole(9), 3, 1), [[1], [1, 2, 3]], [[], [1] * 4, [[1]], {1: 2}, b"1", None], [[9]]),
+    "list of binary": Case(wire.Listed(wire.binary(2)), [[], [b"ab"] * 3], [[b"ab", b"abc"], [b"ab", "ab"], b"ab"], []),
+    "list of long ones": Case(wire.Listed(wire.binary(300)), [[bytes(300)] * 2], [[bytes(300), bytes(299)]], []),
+    "table": Case(wire.Mapped(wire.real()), [{}, {"a": 1, "b": 0.5}], [{"a": "1"}, {b"a": 1}, [], ["a", 1], 1], []),
+    "number": Case(wire.whole(5, 2), [2, 4], [2.0, True, "2", None, [2]], [1, 5]),
+    "one of": Case(wire.one_of(0, 1, b"ab"), [0, 1, b"ab"], [1.0, True, b"abc", "ab"], [2, b"a", b"xy"]),
+    "one of two": Case(wire.one_of(0, 1), [0, 1], [False, 0.0, b""], [2]),
+    "binary": Case(wire.binary(most=3), [b"", b"abc"], [b"abcd", "abc", 3, [b"a"]], []),
+    "binary of two": Case(wire.binary(2, 4), [b"ab", b"abcd"], [b"", b"abcde", "ab"], [b"abc"]),
+    "text": Case(wire.text(3, 1), ["a", "\xe4\xf6\xfc", "a\nb"], ["", "a" * 13, b"abc", 1], ["abcd"]),
+    "printable text": Case(wire.text(3, printable=True), ["", "abc"], [b"abc"], ["a\nb", "a\x00"]),
+    "plain": Case(wire.plain, [None, True, 1, 0.5, "a"], [b"a", [], {}], []),
+}  # fmt: skip
+
+
+def _walked(shape: wire.Shape, data: bytes) -> bool:
+    walk = wire.begun(data, wire.Limit(items=100))
+    return wire.fits(walk, shape) and wire.ended(walk)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_walked_over_is_what_is_built(name: str) -> None:
+    """Each shape refuses by itself, before what is long is built and after: a walk never refuses what is right."""
+    shape, right, wrong, by_value = SHAPES[name]
+    for value in right:
+        data = msgpack.packb(value)
+        assert shape(value), value
+        assert _walked(shape, data), value
+        assert not _walked(shape, data[:-1])
+        assert not _walked(shape, data + b"\x00")
+    for value in [*wrong, *by_value]:
+        assert not shape(value), value
+    for value in wrong:
+        assert not _walked(shape, msgpack.packb(value)), value
+    assert not _walked(shape, b"\xc1")  # a byte that MessagePack does not have
+
+
+def test_anything_has_few_parts_and_is_not_deep() -> None:
+    for value in ([1, [2]], {"a": 1}):
+        assert _walked(wire.Anything(4, 3), msgpack.packb(value))
+    for value in ([1] * 4, [[[[1]]]], {"a": [1, 2, 3]}, [1, msgpack.Timestamp(1)]):
+        assert not _walked(wire.Anything(4, 3), msgpack.packb(value)), value
+    assert _walked(wire.Anything(4, 3, extended=True), msgpack.packb([1, msgpack.Timestamp(1)]))
+
+
+def test_a_walk_takes_no_more_than_stands_there() -> None:
+    """Heads that state more bytes or elements than follow, and lists longer than the receiver expects."""
+    short = (b"", b"\xc4", b"\xc4\x05abc", b"\xdc\x00", b"\x95\x01", b"\x83\xa1a\x01", b"\xd9\x09a", b"\xd4\x01")
+    for data in short:
+        assert not wire.fits(wire.begun(data, wire.Limit()), wire.Anything(100, extended=True)), data
+    for value in ([1, 2, 3], {"a": 1, "b": 2, "c": 3}):
+        shape = wire.Listed(wire.whole()) if isinstance(value, list) else wire.Mapped(wire.whole())
+        for items, taken in ((3, True), (2, False)):
+            assert wire.fits(wire.begun(msgpack.packb(value), wire.Limit(items=items)), shape) == taken
+    for data in ("text", None, [1]):
+        with pytest.raises(ProtocolError, match="must be bytes of at most 2 GiB"):
+            wire.begun(data, wire.Limit())
+
+
+def test_parties_that_speak_no_common_version_are_named() -> None:
+    assert wire.agreed({"server": (9, 10), "north": (10, 11)}) == 10
+    with pytest.raises(ProtocolError, match="server 9 or 10, north 11"):
+        wire.agreed({"server": (9, 10), "north": (11,)})
+
+
 def test_a_long_message_that_is_out_of_shape_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building it would come to the same refusal, and is what costs. The control: one in shape is built."""
     built = []
@@ -203,6 +278,10 @@ def test_own_files_are_checked_too() -> None:
 def test_safetensors_are_few_and_have_a_short_header() -> None:
     data = save({f"eta/{i}": torch.zeros(2) for i in range(5)})
     assert len(wire.tensors(data, "a posterior", 5)) == 5
+    longer = (wire._LONGEST_HEADER + 1).to_bytes(8, "little") + b" " * (wire._LONGEST_HEADER + 1)
+    for bad in (b"", longer, (9).to_bytes(8, "little") + b"{}"):
+        with pytest.raises(ProtocolError, match="too long a header"):
+            wire.tensors(bad, "a posterior", 5)
     for bad in (save({f"eta/{i}": torch.zeros(2) for i in range(6)}), b"", data[:20], b"\xff" * 40):
         with pytest.raises(ProtocolError, match="a posterior"):
             wire.tensors(bad, "a posterior", 5)
