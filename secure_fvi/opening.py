@@ -154,7 +154,8 @@ def _posterior(found: Mapping[str, Any], tensors: Params) -> Posterior:
             raise ValueError
         for matrix in (covariance, without):
             torch.linalg.cholesky(matrix)  # raises where it is no covariance
-        posterior = posterior._replace(counted=NoiseAware(mean, covariance, without, said["error"], said["rounds"]))
+        error = math.inf if said["error"] is None else float(said["error"])
+        posterior = posterior._replace(counted=NoiseAware(mean, covariance, without, error, said["rounds"]))
     numbers = found["saved"].get("refined")
     if numbers is None:
         return posterior

@@ -40,7 +40,6 @@ from secure_fvi.summary import (
     Summary,
     correlated,
     heading,
-    named_few,
     of_draws,
     quantiles,
     summarised,
@@ -75,7 +74,12 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
     if isinstance(counted, str):
         return found, {**claim, "sds": {"count_noise": False, "because": counted}}
     cut = number_or_none(counted.cut)
-    said = {"count_noise": True, "curvature_error": counted.error, "rounds": counted.rounds, "cut_at_most": cut}
+    said = {
+        "count_noise": True,
+        "curvature_error": number_or_none(counted.error),
+        "rounds": counted.rounds,
+        "cut_at_most": cut,
+    }
     if cut is not None and cut > MANY_CUT:
         warnings.warn(
             f"gradients of up to {cut:.0%} of records (or silos) are longer than clipping_norm, if the model is right: "
@@ -84,15 +88,7 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
             SecureFVIWarning,
             stacklevel=4,
         )
-    said["unseen"] = _named(server.program.problem.layout, counted.unseen)
-    if said["unseen"]:
-        warnings.warn(
-            f"of {named_few(said['unseen'])} the noise leaves open whether data say anything: intervals are right if "
-            "they say about as much as of the others, and too short if not, as of a column that is zero in most "
-            "records; leave rare columns out, or take more records or a larger epsilon",
-            SecureFVIWarning,
-            stacklevel=4,
-        )
+    said["hidden"] = _named(server.program.problem.layout, counted.hidden)
     return found._replace(counted=counted), {**claim, "sds": said}
 
 
@@ -386,7 +382,9 @@ class Result(RunSummary):
                     "fields": [[name, list(shape), str(dtype)] for name, shape, dtype in problem.schema.fields],
                     "shared": sorted(problem.schema.constants),
                     "refined": refined_numbers(self.variational),
-                    "counted": None if counted is None else {"error": counted.error, "rounds": counted.rounds},
+                    "counted": None
+                    if counted is None
+                    else {"error": number_or_none(counted.error), "rounds": counted.rounds},
                 }
             }
         )

@@ -34,11 +34,6 @@ over halves of the rounds differ by less than that noise; if by more (chi-square
 themselves still moved by more than they scatter (`MOST_MOVED`), there is no interval.
 On a likelihood that is a parabola a run may walk about, and lines that are fitted to each half have to differ as well.
 
-Rare columns. Draws of H take from all entries how curved a coordinate is that its own do not show. Along one of which
-no record says anything broadcasts are a walk of the noise, and the slope on a walk looks like curvature: intervals
-around where the walk went cover far too little. Its t is Dickey and Fuller's (1979), not a normal's; a coordinate whose
-t is below their 5% point is named (`NoiseAware.unseen`). Whether two coordinates are told apart is not looked at.
-
 Clipping. Let a record's gradient be cut by a factor c <= 1. If the cut scores are still zero in the mean at the truth
 (residuals that are symmetric), their curvature H is E[c g g'] and their variance E[c^2 g g'] is no larger: intervals
 are no narrower than they should be. Scores that are cut on one side more than on the other have another zero, which no
@@ -65,37 +60,33 @@ from secure_fvi.privacy.terms import Terms
 
 #: Global dimensions at most: the curvature has as many squared.
 UP_TO = 256
-#: Standard error of the curvature along a direction (root mean square), over the mean curvature, up to which intervals
-#: are given (`secure-fvi bench coverage`).
-MOST_ERROR = 0.45
+#: Mean over directions of the squared curvature over its error, from which on intervals are given, and the same for
+#: each dimension of many. Along broadcasts that are a walk of the noise, of 1 to 60 dimensions and 300 or 1,000 rounds,
+#: it was over that in about one of 100 runs; along curvature it grows with the rounds.
+LEAST_SEEN, _SEEN_EACH = 12.0, 0.25
 #: Probability that halves which are alike differ as much, down to which they count as alike.
 LEAST_ALIKE = 0.01
 #: How far mean broadcasts of the two halves may lie apart, in sds of the second half's, where that moves the slope.
 MOST_MOVED = 3.0
 #: Variance of the slope that gradients which are no line may have, over that of data and noise, up to which they are.
 MOST_BENT = 1.0
-#: Broadcasts answer the noise of earlier rounds, and pull back to where gradients vanish: an autoregression of unknown
-#: mean. Fitted, that pull is too strong, by 4 / T where its variance is 2 / T times itself (Kendall 1954; Tang and Chen
-#: 2009): by twice its squared relative error.
-_TOO_STEEP = 2.0
-#: t of a slope on a walk with an unknown mean that is exceeded once in twenty (Dickey and Fuller 1979).
-_WALK = 2.86
 #: Why there is none under a prior that is not.
 NOT_NORMAL = "the prior is not normal (in unconstrained space), which is not integrated"
 #: Draws of the curvature in up to so many numbers together, and at least.
 _DRAWS, _NUMBERS, _FEWEST = 400, 4_000_000, 64
 #: Drawn for each draw that is wanted, of which the ones without negative eigenvalues are kept.
-_TRIED = 2
+_TRIED = 3
 #: Made records at which the program is looked at.
 _MADE = 4
 _SEED = 20_250_503
-#: Grid of the mean curvature, from a hundredth of the prior's, and degrees of freedom of the spread around it, over n.
-_SIZES, _LEAST, _FREEDOM = 60, 1e-2, tuple(4.0**k for k in range(-3, 6))
+#: Of an entry of H's diagonal: the least, over the prior's curvature; points of its grid in the logarithm, and around
+#: its estimate; so many standard errors to either side. And the grid of one over the squared share of other entries.
+_LEAST, _FAR, _NEAR, _AROUND, _FREEDOM = 1e-8, 120, 120, 6.0, tuple(4.0**k for k in range(6))
+#: Share of the prior's variance from which an interval is mostly the prior's.
+_MOSTLY = 0.5
 #: Rounds a dimension that `widening` asks for, the least eigenvalue of a curvature's correlations, and how many times
 #: its expectation what error adds is taken off.
 _ROUNDS_EACH, _LEAST_VALUE, _TAKEN_OFF = 3, 1e-8, 4.0
-#: Standard errors above its estimate up to which the mean curvature is looked for.
-_ABOVE = 6.0
 
 
 class Trace(NamedTuple):
@@ -189,16 +180,19 @@ def of_gradients(trace: Trace, half: Trace, prior: Natural, longest: float) -> N
         )
     strayed = longest * told.precision.diagonal() / trace.weight
     told = told._replace(precision=told.precision / excess, strayed=strayed)
-    error, size = _error(told)
-    if size > 0:
-        told.estimate.diagonal().sub_(_TOO_STEEP / (size * told.precision.diagonal().clamp(min=1e-300)))
-    found = _integrated(told, error, trace.g, trace.z, 1 / trace.weight, excess, Natural(*_full(prior)), trace.rounds)
+    apart = float((told.estimate.diagonal().square() * told.precision.diagonal()).mean())
+    least = max(LEAST_SEEN, _SEEN_EACH * n)
+    if apart < least:
+        return (
+            "the noise hides how curved the likelihood is (squares of the curvature over its standard error are "
+            f"{apart:.2g} in the mean, {least:g} at least); more records, a larger epsilon or more rounds, all near "
+            "the end, would tell it"
+        )
+    found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, Natural(*_full(prior)), trace.rounds)
     if isinstance(found, str):
         return found
-    inverse = torch.linalg.inv(trace.zz)
-    t = -(trace.gz @ inverse).diagonal() / (excess * inverse.diagonal()).sqrt()
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
-    return found._replace(cut=cut, unseen=t < _WALK)
+    return found._replace(cut=cut)
 
 
 def _since(half: Trace, whole: Trace) -> Trace:
@@ -268,38 +262,29 @@ def widening(trace: Trace, sd: Tensor, prior: Tensor) -> Tensor | None:
 
 
 def of_sites(total: Natural, variance: float, prior: Natural) -> NoiseAware | str:
-    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers); or why there is none: also where the
-    noise hides the least curvature of any direction, which one round does not tell from none."""
+    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers); or why there is none."""
     n = total.n
     at = torch.zeros(n, dtype=torch.float64)
     told = _Told(torch.eye(n).double(), total.precision, torch.full((n, n), 1 / variance).double(), at)
-    least = float(torch.linalg.eigvalsh(total.precision)[0])
-    error = math.sqrt(variance) / least if least > 0 else math.inf
-    return _integrated(told, error, total.shift, at, variance, 1.0, Natural(*_full(prior)), 1)
+    return _integrated(told, total.shift, at, variance, 1.0, Natural(*_full(prior)), 1)
 
 
 def _full(prior: Natural) -> tuple[Tensor, Tensor]:
     return prior.shift, prior.precision if prior.full else torch.diag(prior.precision)
 
 
-def _error(told: _Told) -> tuple[float, float]:
-    """The standard error of H along a direction, root mean square, over H's mean, and that mean."""
+def _error(told: _Told) -> float:
+    """The standard error of H along a direction, root mean square, over H's mean; infinite where that is not over 0."""
     inside = told.precision.diagonal()
     size = float((told.estimate.diagonal() * inside).sum() / inside.sum())
-    return (float(inside.reciprocal().mean().sqrt()) / size if size > 0 else math.inf), size
+    return float(inside.reciprocal().mean().sqrt()) / size if size > 0 else math.inf
 
 
 def _integrated(
-    told: _Told, error: float, g: Tensor, at: Tensor, variance: float, excess: float, prior: Natural, rounds: int
+    told: _Told, g: Tensor, at: Tensor, variance: float, excess: float, prior: Natural, rounds: int
 ) -> NoiseAware | str:
     """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues)."""
     n = len(g)
-    if not error <= MOST_ERROR:
-        return (
-            "the noise hides how curved the likelihood is "
-            + (f"(standard error {error:.2g} of it, {MOST_ERROR:g} at most)" if math.isfinite(error) else "")
-            + "; more records, a larger epsilon or more rounds, all near the end, would tell it"
-        )
     draws = max(_FEWEST, min(_DRAWS, _NUMBERS // n**2))
     rng = torch.Generator().manual_seed(_SEED)
     drawn = _proper(_curvatures(told, float(prior.precision.diagonal().mean()), _TRIED * draws, rng), draws)
@@ -328,7 +313,9 @@ def _integrated(
     off = means - mean
     covariance = covariances.mean(0) + off.mT @ off / len(drawn)
     without = torch.linalg.inv(prior.precision + made(values)).mean(0)
-    return NoiseAware(mean, _symmetric(covariance), _symmetric(without), error, rounds)
+    most = _MOSTLY * torch.linalg.inv(prior.precision).diagonal()
+    hidden = (covariance.diagonal() > most) & (without.diagonal() < most)
+    return NoiseAware(mean, _symmetric(covariance), _symmetric(without), _error(told), rounds, hidden=hidden)
 
 
 def _proper(drawn: Tensor, wanted: int) -> Tensor:
@@ -351,30 +338,39 @@ def _symmetric(matrix: Tensor) -> Tensor:
     return 0.5 * (matrix + matrix.mT)
 
 
-def _curvatures(told: _Told, least: float, draws: int, rng: torch.Generator) -> Tensor:
-    """Draws (K, n, n) of H's posterior, in told's basis: entries normal around `size` times the identity, with the
-    spread of a Wishart matrix of `freedom` degrees, both by their marginal likelihood on a grid."""
+def _curvatures(told: _Told, prior: float, draws: int, rng: torch.Generator) -> Tensor:
+    """Draws (K, n, n) of H's posterior, in told's basis; `prior`: the curvature of the prior."""
     n = len(told.estimate)
-    rows, cols = torch.triu_indices(n, n)
-    entry, noise = told.estimate[rows, cols], told.precision[rows, cols].reciprocal()
-    inside = (rows == cols).double()
-    diagonal = told.precision.diagonal()
-    largest = float((told.estimate.diagonal() * diagonal).sum() / diagonal.sum() + _ABOVE * diagonal.sum() ** -0.5)
-    largest = max(largest, float(told.estimate.diagonal().max()))
-    lowest = min(_LEAST * least, largest / 10)
-    size = torch.logspace(math.log10(lowest), math.log10(largest), _SIZES, dtype=torch.float64)
-    spread = 2 * size.square().unsqueeze(-1) / (n * torch.tensor(_FREEDOM, dtype=torch.float64))
-    each = 0.5 + 0.5 * inside  # of a Wishart matrix, an entry off the diagonal has half the variance of one on it
-    variance = noise + spread.unsqueeze(-1) * each
-    off = entry - size.reshape(-1, 1, 1) * inside
-    # A grid even in the logarithm, times the root: even in one over the sd that data of that curvature leave.
-    likelihood = -0.5 * (off.square() / variance + variance.log()).sum(-1) + 0.5 * size.log().unsqueeze(-1)
-    chosen = torch.multinomial(likelihood.flatten().softmax(0), draws, replacement=True, generator=rng)
-    around, prior = size[chosen // len(_FREEDOM)].unsqueeze(-1) * inside, spread.flatten()[chosen].unsqueeze(-1) * each
-    share = prior / (prior + noise)
-    values = around + share * (entry - around)
-    values = values + (share * noise).sqrt() * torch.randn(values.shape, generator=rng, dtype=torch.float64)
-    found = values.new_zeros(draws, n, n)
+    noise = told.precision.clamp(min=1e-300).reciprocal()
+    size = _sizes(told.estimate.diagonal(), noise.diagonal(), prior, draws, rng)
+    found = torch.diag_embed(size)
+    rows, cols = torch.triu_indices(n, n, 1)
+    if not len(rows):
+        return found
+    entry, noise, most = told.estimate[rows, cols], noise[rows, cols], size[:, rows] * size[:, cols]
+    likelihood = []
+    for freedom in _FREEDOM:
+        variance = most / freedom + noise
+        likelihood.append(-0.5 * (entry.square() / variance + variance.log()).sum(-1))
+    at = torch.multinomial(torch.stack(likelihood, -1).softmax(-1), 1, generator=rng)
+    chosen = torch.tensor(_FREEDOM, dtype=torch.float64)[at]
+    share = most / (most + chosen * noise)
+    values = share * entry + (share * noise).sqrt() * torch.randn(share.shape, generator=rng, dtype=torch.float64)
     found[:, rows, cols] = values
     found[:, cols, rows] = values
     return found
+
+
+def _sizes(estimate: Tensor, noise: Tensor, prior: float, draws: int, rng: torch.Generator) -> Tensor:
+    """Draws (K, n) of what is on the diagonal, each by itself, on a grid."""
+    error, least = noise.sqrt(), _LEAST * prior
+    largest = (estimate + _AROUND * error).clamp(min=10 * least)
+    one = torch.linspace(0, 1, _FAR, dtype=torch.float64).unsqueeze(-1)
+    far = (math.log(least) + one * (largest.log() - math.log(least))).exp()
+    around = torch.linspace(-_AROUND, _AROUND, _NEAR, dtype=torch.float64).unsqueeze(-1)
+    near = torch.minimum((estimate + around * error).clamp(min=least), largest)
+    grid = torch.cat([far, near]).sort(0).values
+    log = grid.log()
+    width = torch.cat([log[1:2] - log[:1], log[2:] - log[:-2], log[-1:] - log[-2:-1]])
+    likelihood = -0.5 * (grid - estimate).square() / noise + width.clamp(min=1e-300).log()
+    return grid.gather(0, torch.multinomial(likelihood.softmax(0).mT, draws, replacement=True, generator=rng).mT)

@@ -93,7 +93,7 @@ class Fits(NamedTuple):
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    numbers = f"{'covered (99% interval)':>24} {'by q':>6} {'best':>6} {'sd by noise':>12} {'named':>6}"
+    numbers = f"{'covered (99% interval)':>24} {'by q':>6} {'best':>6} {'sd by noise':>12} {'hidden':>7}"
     yield f"{'cell':46} {'given':>9} {numbers}"
     for row in found["rows"]:
         name = f"{row['algorithm']} {row['kind']}, N = {row['records']}, epsilon {row['epsilon']:g}"
@@ -105,7 +105,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             low, high = row["interval"]
             rest = f"{row['covered']:.3f} ({low:.3f}, {high:.3f})"
             rest = f"{rest:>24} {row['by_q']:6.3f} {row['best']:6.2f} {row['noise_share']:11.0%}"
-            rest += "" if row["named"] is None else f" {row['named']:6.0%}"
+            rest += f" {row['hidden']:7.0%}"
         else:
             rest = f"{'-':>24} {row['by_q']:6.3f}"
         yield f"{name:46} {row['given']:4d}/{row['fits']:<4d} {rest}"
@@ -367,13 +367,13 @@ def _told(answers: list[Any], beta: Tensor, q: Tensor, best: Tensor) -> dict[str
     mean = torch.stack([answers[k].mean for k in given])
     sd = torch.stack([answers[k].covariance.diagonal().sqrt() for k in given])
     without = torch.stack([answers[k].without.diagonal().sqrt() for k in given])
-    unseen = [answers[k].unseen for k in given if answers[k].unseen is not None]
+    hidden = torch.stack([answers[k].hidden for k in given])
     inside = (mean - beta[given]).abs() < 1.96 * sd
     tested = binomtest(int(inside.sum()), inside.numel()).proportion_ci(0.99, "exact")
     return told | {
         "covered": float(inside.double().mean()),
         "interval": [float(tested.low), float(tested.high)],
         "best": float((sd / best[given]).mean()),
-        "named": float(torch.stack(unseen).any(1).double().mean()) if unseen else None,
+        "hidden": float(hidden.double().mean()),
         "noise_share": float(((sd.square() - without.square()).clamp(min=0).sqrt() / sd).mean()),
     }
