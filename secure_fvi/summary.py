@@ -201,7 +201,7 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
     cut = said.get("cut_at_most")
     share = "" if cut is None else f", which is up to {cut:.1%} of gradients"
     if said.get("hidden"):
-        share += f"; it hides most of what data say of {named_few(said['hidden'])}, whose intervals are the prior's"
+        share += f"; intervals of {named_few(said['hidden'])} are mostly the prior's, for the noise or for want of data"
     return f"sds and quantiles count the noise of privacy; not what clipping moves, where it cuts one side more{share}"
 
 

@@ -314,7 +314,7 @@ def _integrated(
     covariance = covariances.mean(0) + off.mT @ off / len(drawn)
     without = torch.linalg.inv(prior.precision + made(values)).mean(0)
     most = _MOSTLY * torch.linalg.inv(prior.precision).diagonal()
-    hidden = (covariance.diagonal() > most) & (without.diagonal() < most)
+    hidden = covariance.diagonal() > most
     return NoiseAware(mean, _symmetric(covariance), _symmetric(without), _error(told), rounds, hidden=hidden)
 
 
