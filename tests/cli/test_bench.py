@@ -133,7 +133,7 @@ def test_bench_records_and_one_process_say_what_a_round_costs(cli: CommandLine) 
     )
     assert answer.code == 0, answer.err
     found = json.loads(answer.out)
-    assert found["of"] == {"records": 1000, "in_a_batch": 20, "rounds": 2, "latents": "with"}
+    assert found["of"] == {"sfvi": "by", "records": 1000, "in_a_batch": 20, "rounds": 2, "latents": "with"}
     assert 0 < found["kb_written_a_round"] < 1_000
     answer = cli("bench", "one-process", "--silos", "4", "--rounds", "1")
     assert answer.code == 0, answer.err
