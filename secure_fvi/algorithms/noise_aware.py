@@ -11,11 +11,17 @@ and
 
 Given H, what was seen of s is normal: s = H z + r with r ~ N(0, H), the data's own spread, and noise of known
 variance. With a Gaussian prior the posterior of z is then exact. H itself is known up to noise. It is drawn from its
-own posterior given the slopes: entries normal around a multiple of the identity whose size and spread are learned from
-all entries. Draws with negative eigenvalues are drawn again; where most have some, these count as nothing known. Mean
-and covariance over the draws are the result.
+own posterior given the slopes: what is on its diagonal, in the basis in which broadcasts are not correlated, has a
+prior that is even in the logarithm, each entry one of its own, down to where data say nothing; entries off it are
+normal, of the size that those allow times a share which is learned from all. Draws with negative eigenvalues are drawn
+again; where most have some, these count as nothing known. Mean and covariance over the draws are the result.
 
-Where the noise hides H the size of an interval would be a guess, and there is none (`MOST_ERROR`).
+Rare columns. Along a coordinate of which no record says anything broadcasts are a walk of the noise, and the slope on a
+walk looks like curvature. A prior that ties all coordinates to one size takes that for curvature, and so does a look at
+whether that slope is large; with one of its own the interval is as wide as the prior's. Where all directions together
+stand out from the noise no more than those of a walk there is none (`LEAST_SEEN`). That holds of coordinates: of a
+combination of columns that says nothing though each of them does, as of a duplicate or of an intercept and all levels
+of a factor, intervals are too short still.
 
 No parabola. Broadcasts of variance S around their mean show gradients that are smoothed over them, which are zero
 elsewhere: of a logistic regression further out, at estimates that are too large. To third order they are off by

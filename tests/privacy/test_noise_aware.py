@@ -440,6 +440,28 @@ def test_of_a_column_that_says_nothing_the_interval_is_the_priors(monkeypatch: p
     assert narrow == 0
 
 
+def test_broadcasts_that_are_a_walk_of_the_noise_give_no_interval() -> None:
+    """No record says anything of any coordinate: of 40 runs more than 3 are given by chance once in 1,000 where one in
+    100 is. The control: of the same runs with data in them every one is."""
+    given = []
+    for records in (2, 3000):
+        rng = torch.Generator().manual_seed(12)
+        privacy = sf.RecordDP(epsilon=1.0, delta=1e-5, clipping_norm=6.0, noise="silo", retries=0)
+        program = coverage.program_of("linear", privacy, 300)
+        variance = noise_aware.variance_of(program.terms["round"], 1, 6.0)
+        data = coverage.drawn("linear", records, 40, rng)
+        data.x[:] *= records > 2
+        fits = coverage.simulated(program, "linear", data, 6.0, variance**0.5, rng)
+        prior = Natural(torch.zeros(10).double(), torch.eye(10).double())
+        found = [
+            noise_aware.of_gradients(*coverage.traced(z, g, variance), prior, 0.0)
+            for z, g in zip(fits.z[:, 60:], fits.g[:, 60:], strict=True)
+        ]
+        given.append(sum(not isinstance(of, str) for of in found))
+    assert given[0] <= 3
+    assert given[1] == 40
+
+
 def test_the_summary_names_what_is_mostly_the_prior() -> None:
     x = torch.randn(400, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     x[:, 1] *= 0.1
