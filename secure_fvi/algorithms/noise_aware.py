@@ -21,7 +21,7 @@ walk looks like curvature. A prior that ties all coordinates to one size takes t
 whether that slope is large; with one of its own the interval is as wide as the prior's. Where all directions together
 stand out from the noise no more than those of a walk there is none (`LEAST_SEEN`). That holds of coordinates: of a
 combination of columns that says nothing though each of them does, as of a duplicate or of an intercept and all levels
-of a factor, intervals are too short still.
+of a factor, intervals of SFVI are too short still; PVI's one sum is held against its least curvature (`MOST_ERROR`).
 
 No parabola. Broadcasts of variance S around their mean show gradients that are smoothed over them, which are zero
 elsewhere: of a logistic regression further out, at estimates that are too large. To third order they are off by
@@ -70,6 +70,8 @@ UP_TO = 256
 #: each dimension of many. Along broadcasts that are a walk of the noise, of 1 to 60 dimensions and 300 or 1,000 rounds,
 #: it was over that in about one of 100 runs; along curvature it grows with the rounds.
 LEAST_SEEN, _SEEN_EACH = 12.0, 0.25
+#: Standard error of the least curvature of PVI's one sum, over it, up to which intervals are given.
+MOST_ERROR = 0.45
 #: Probability that halves which are alike differ as much, down to which they count as alike.
 LEAST_ALIKE = 0.01
 #: How far mean broadcasts of the two halves may lie apart, in sds of the second half's, where that moves the slope.
@@ -268,8 +270,15 @@ def widening(trace: Trace, sd: Tensor, prior: Tensor) -> Tensor | None:
 
 
 def of_sites(total: Natural, variance: float, prior: Natural) -> NoiseAware | str:
-    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers); or why there is none."""
-    n = total.n
+    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers); or why there is none: also where the
+    noise hides the least curvature of any direction, which one round does not tell from none."""
+    n, least = total.n, float(torch.linalg.eigvalsh(total.precision)[0])
+    if not math.sqrt(variance) <= MOST_ERROR * least:
+        return (
+            "the noise hides how curved the likelihood is along some direction "
+            + (f"(standard error {math.sqrt(variance) / least:.2g} of it, {MOST_ERROR:g} at most)" if least > 0 else "")
+            + "; more records, a larger epsilon or more silos would tell it"
+        )
     at = torch.zeros(n, dtype=torch.float64)
     told = _Told(torch.eye(n).double(), total.precision, torch.full((n, n), 1 / variance).double(), at)
     return _integrated(told, total.shift, at, variance, 1.0, Natural(*_full(prior)), 1)

@@ -257,31 +257,17 @@ def test_intervals_of_noised_sites_cover() -> None:
     assert by_q < 100
 
 
-def test_along_a_direction_that_the_noise_hides_the_interval_is_the_priors() -> None:
-    """Five directions of curvature 1,500, of the sixth nobody has a record: of 200 intervals fewer than 180 cover by
-    chance once in 1,000 where 95% do. The control takes what noise there is of curvature for known; where it is below
-    zero that gives no interval."""
-    rng, curvature = torch.Generator().manual_seed(5), torch.tensor([1500.0] * 5 + [0.0], dtype=torch.float64)
+def test_a_direction_that_the_noise_hides_gives_no_interval() -> None:
+    """Five directions of curvature 1,500, of the sixth nobody has a record: intervals that were judged by the mean
+    curvature covered it in 73 of 100 cases."""
+    rng, given = torch.Generator().manual_seed(5), 0
+    curvature = torch.diag(torch.tensor([1500.0] * 5 + [0.0], dtype=torch.float64))
     prior = Natural(torch.zeros(6).double(), torch.eye(6).double())
-    inside, wide, as_known = 0, 0, []
-    for _ in range(200):
-        z, spread, noise = torch.randn(3, 6, generator=rng, dtype=torch.float64)
-        exact = Natural(curvature * z + curvature.sqrt() * spread, torch.diag(curvature)).pack()
-        exact[:6] += 100.0 * noise
-        exact[6:] += 100.0 * torch.randn(packed_size(6, True) - 6, generator=rng, dtype=torch.float64)
-        total = unpack(exact, 6, True)
-        found = noise_aware.of_sites(total, 1e4, prior)
-        assert not isinstance(found, str)
-        sd = found.covariance.diagonal().sqrt()
-        inside += int((found.mean - z)[5].abs() < 1.96 * sd[5])
-        wide += int(sd[5] > 0.5)
-        h = float(total.precision[5, 5])
-        if h > 0:
-            sd_known, mean = ((1e4 + h) ** 0.5 / h), float(total.shift[5]) / h
-            as_known.append(abs(mean - float(z[5])) < 1.96 / (1 + sd_known**-2) ** 0.5)
-    assert inside >= 180
-    assert wide >= 150
-    assert sum(as_known) / len(as_known) < 0.8
+    exact = Natural(torch.zeros(6).double(), curvature).pack()
+    for _ in range(20):
+        noise = 100.0 * torch.randn(packed_size(6, True), generator=rng, dtype=torch.float64)
+        given += not isinstance(noise_aware.of_sites(unpack(exact + noise, 6, True), 1e4, prior), str)
+    assert given <= 2  # where the noise looks like curvature of more than twice its sd
 
 
 def test_the_bench_makes_the_rounds_of_a_fit() -> None:
