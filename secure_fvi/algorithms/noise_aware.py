@@ -10,18 +10,17 @@ and
     PVI    the total of the first round:           (s, H) + noise             the sum of all sites
 
 Given H, what was seen of s is normal: s = H z + r with r ~ N(0, H), the data's own spread, and noise of known
-variance. With a Gaussian prior the posterior of z is then exact. H itself is known up to noise. It is drawn from its
-own posterior given the slopes: what is on its diagonal, in the basis in which broadcasts are not correlated, has a
-prior that is even in the logarithm, each entry one of its own, down to where data say nothing; entries off it are
-normal, of the size that those allow times a share which is learned from all. Draws with negative eigenvalues are drawn
-again; where most have some, these count as nothing known. Mean and covariance over the draws are the result.
+variance. With a Gaussian prior the posterior of z is then exact. H itself is known up to noise, and is drawn from its
+own posterior given the slopes. Its prior knows no directions: eigenvectors are any, all alike, and each eigenvalue is
+even in the logarithm by itself, down to where data say nothing. That is the reference prior of a covariance (Yang and
+Berger 1994), proper here since it ends at `_LEAST`. The middle of the mixture over draws, in its central 95%, is the
+result: a normal of that interval in each number, with the mixture's correlations. Far out the mixture is wider.
 
-Rare columns. Along a coordinate of which no record says anything broadcasts are a walk of the noise, and the slope on a
-walk looks like curvature. A prior that ties all coordinates to one size takes that for curvature, and so does a look at
-whether that slope is large; with one of its own the interval is as wide as the prior's. Where all directions together
-stand out from the noise no more than those of a walk there is none (`LEAST_SEEN`). That holds of coordinates: of a
-combination of columns that says nothing though each of them does, as of a duplicate or of an intercept and all levels
-of a factor, intervals of SFVI are too short still; PVI's one sum is held against its least curvature (`MOST_ERROR`).
+Hidden directions. Along a direction of which no record says anything broadcasts are a walk of the noise, and the slope
+on a walk looks like curvature. A prior that ties all directions to one size takes that for curvature, one that has
+single columns in mind takes it so along a sum of columns, as of a duplicate or of an intercept and all levels of a
+factor. With any direction free to be of none, intervals are as wide as the prior's along it. Where all directions of
+SFVI together stand out from the noise no more than those of a walk there is none (`LEAST_SEEN`).
 
 No parabola. Broadcasts of variance S around their mean show gradients that are smoothed over them, which are zero
 elsewhere: of a logistic regression further out, at estimates that are too large. To third order they are off by
@@ -32,7 +31,10 @@ by the inequality of Cauchy and Schwarz b' H^-1 b <= sum E[(g' S g)^2] / 4. Scor
 C; with directions as a normal's, E[(g' S g)^2] is at most C^2 E[g' g] ((tr HS)^2 + 2 tr HSHS) / ((tr H)^2 + 2 tr HH).
 That bound, a normal of that size in H's metric, is counted as one more noise of the slope; where it would be most of
 all there is no interval (`MOST_BENT`). A likelihood that is a parabola whatever the data, as the server sees in the
-program, has no such term.
+program, has no such term. Its gradients are a line until they are cut, which those of a linear regression are where
+broadcasts move a record's linear predictor by more than its own noise. Then totals leave more of their line than noise
+does; or most broadcasts range over their priors; or, where the number of records N is public, tr(HS) / N is more than 1
+while totals vary more than the noise. In either case there is no interval (`_NO_LINE`, `MOST_WANDER`, `MOST_SWAY`).
 
 On their way. Rounds that still go from where the run began to where it ends are no sample around the end: along the way
 gradients are cut, all on one side, or curved otherwise. At the end broadcasts answer the noise, so that means of totals
@@ -57,6 +59,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,31 +68,36 @@ from secure_fvi.algorithms.natural import Natural, quadratic
 from secure_fvi.privacy.terms import Terms
 
 #: Global dimensions at most: the curvature has as many squared.
-UP_TO = 256
+UP_TO = 128
 #: Mean over directions of the squared curvature over its error, from which on intervals are given, and the same for
 #: each dimension of many. Along broadcasts that are a walk of the noise, of 1 to 60 dimensions and 300 or 1,000 rounds,
 #: it was over that in about one of 100 runs; along curvature it grows with the rounds.
 LEAST_SEEN, _SEEN_EACH = 12.0, 0.25
-#: Standard error of the least curvature of PVI's one sum, over it, up to which intervals are given.
-MOST_ERROR = 0.45
 #: Probability that halves which are alike differ as much, down to which they count as alike.
 LEAST_ALIKE = 0.01
 #: How far mean broadcasts of the two halves may lie apart, in sds of the second half's, where that moves the slope.
 MOST_MOVED = 3.0
 #: Variance of the slope that gradients which are no line may have, over that of data and noise, up to which they are.
 MOST_BENT = 1.0
+#: Gradients of a parabola, which are cut: sds of a sum of squares by which totals may be no line; broadcasts' sds over
+#: their priors', in the median; and, where totals vary by more than so many times their noise, half of that, and the
+#: variance of a record's linear predictor over broadcasts, over that of its own noise.
+_NO_LINE, MOST_WANDER, MOST_VARIED, MOST_SWAY = 4.0, 1.0, 2.0, 1.0
 #: Why there is none under a prior that is not.
 NOT_NORMAL = "the prior is not normal (in unconstrained space), which is not integrated"
-#: Draws of the curvature in up to so many numbers together, and at least.
-_DRAWS, _NUMBERS, _FEWEST = 400, 4_000_000, 64
-#: Drawn for each draw that is wanted, of which the ones without negative eigenvalues are kept.
-_TRIED = 3
+#: Draws of the curvature, in up to so many numbers together, and at least.
+_DRAWS, _NUMBERS, _FEWEST = 160, 200_000, 32
+#: The power of the likelihood under which they begin, and sweeps there and at its end; the share of draws that is worth
+#: something after a step; ratio of two powers that are the same; pairs at most that each dimension is in, in a sweep.
+_POWER, _SETTLE, _WORTH, _SAME_POWER, _TURNS = 1 / 300, 4, 0.5, 1.001, 16
+#: Share of noise off the diagonal from which it counts as more.
+_SPARED = 1e-9
 #: Made records at which the program is looked at.
 _MADE = 4
 _SEED = 20_250_503
-#: Of an entry of H's diagonal: the least, over the prior's curvature; points of its grid in the logarithm, and around
-#: its estimate; so many standard errors to either side. And the grid of one over the squared share of other entries.
-_LEAST, _FAR, _NEAR, _AROUND, _FREEDOM = 1e-8, 120, 120, 6.0, tuple(4.0**k for k in range(6))
+#: Of an eigenvalue of H: the least, over the prior's curvature; points of its grid in the logarithm, and around where
+#: the likelihood is largest; so many standard errors to either side. And half a normal's central 95%, in sds.
+_LEAST, _FAR, _NEAR, _AROUND, _NEARLY, _CENTRAL = 1e-8, 16, 48, 6.0, 0.2, 1.959964
 #: Share of the prior's variance from which an interval is mostly the prior's.
 _MOSTLY = 0.5
 #: Rounds a dimension that `widening` asks for, the least eigenvalue of a curvature's correlations, and how many times
@@ -167,9 +175,14 @@ class _Told(NamedTuple):
     strayed: Tensor  # (n,) variance of broadcasts along the basis, times the longest gradient; 0: a line
 
 
-def of_gradients(trace: Trace, half: Trace, prior: Natural, longest: float) -> NoiseAware | str:
-    """The posterior from the trace of noised gradients, `half` that of its first rounds; or why there is none. longest:
-    a record's (or silo's) gradient, the clipping norm; 0 where the likelihood is a parabola whatever the data."""
+def of_gradients(
+    trace: Trace, half: Trace, prior: Natural, norm: float, line: bool = False, sampled: bool = False
+) -> NoiseAware | str:
+    """The posterior from the trace of noised gradients, `half` that of its first rounds; or why there is none.
+
+    norm: the clipping norm of records (or silos; of these NaN where they are to reach none). line: whether the
+    likelihood is a parabola whatever the data. sampled: whether totals are of other records each round.
+    """
     n = len(trace.z)
     freedom = n * (trace.rounds - 1) - n * (n + 1) / 2
     if freedom <= 0 or trace.rounds <= n or min(half.rounds, trace.rounds - half.rounds) < 2:
@@ -178,15 +191,20 @@ def of_gradients(trace: Trace, half: Trace, prior: Natural, longest: float) -> N
     # Minibatches, and gradients that are no lines, leave more than the noise of privacy: never less is counted.
     excess = max(1.0, left / freedom)
     rest = _since(half, trace)
-    may_walk = longest == 0 and min(half.rounds, rest.rounds) > n + 1
+    may_walk = line and min(half.rounds, rest.rounds) > n + 1
     moved = (half.z - rest.z).abs() / (rest.zz.diagonal() / rest.weight).sqrt()
-    far = longest > 0 and float(moved.max()) > MOST_MOVED
+    far = not line and float(moved.max()) > MOST_MOVED
     if far or max(_alike(half, rest, line) for line in (False, may_walk)) < LEAST_ALIKE:
         return (
             "the rounds that are averaged began while the run was still on its way (their two halves differ by more "
             "than noise); more iterations, or a smaller average_last, leave the way out"
         )
-    strayed = longest * told.precision.diagonal() / trace.weight
+    if line and (why := _cut_everywhere(told, trace, prior, norm, math.inf if sampled else left, freedom)):
+        return (
+            f"broadcasts stray so far that gradients are cut wherever they are ({why}); a smaller learning_rate, "
+            'schedule = "cosine" or more records keep them near'
+        )
+    strayed = (0.0 if line else norm) * told.precision.diagonal() / trace.weight
     told = told._replace(precision=told.precision / excess, strayed=strayed)
     apart = float((told.estimate.diagonal().square() * told.precision.diagonal()).mean())
     least = max(LEAST_SEEN, _SEEN_EACH * n)
@@ -201,6 +219,20 @@ def of_gradients(trace: Trace, half: Trace, prior: Natural, longest: float) -> N
         return found
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
     return found._replace(cut=cut)
+
+
+def _cut_everywhere(told: _Told, trace: Trace, prior: Natural, norm: float, left: float, freedom: float) -> str:
+    """Whether broadcasts stray so far that gradients of a parabola, which are cut, are no line; in words, or nothing.
+    left: the sum of squares that the line leaves, infinite where records are drawn."""
+    if math.isfinite(left) and left > freedom + _NO_LINE * math.sqrt(2 * freedom):
+        return "totals are no line over them"
+    varied = float(trace.gg.sum()) > MOST_VARIED * freedom
+    moved = float((told.estimate.diagonal() * told.precision.diagonal()).sum()) / trace.weight
+    if varied and (sway := moved * norm**2 / trace.norms) > MOST_SWAY:
+        return f"a record's linear predictor moves by {math.sqrt(sway):.2g} sds of its noise"
+    wander = (trace.zz.diagonal() / trace.weight / torch.linalg.inv(_full(prior)[1]).diagonal()).sqrt().median()
+    far = wander > (0.5 * MOST_WANDER if varied else MOST_WANDER)
+    return f"half of them move by {wander:.2g} and more of their priors' sds" if far else ""
 
 
 def _since(half: Trace, whole: Trace) -> Trace:
@@ -270,15 +302,8 @@ def widening(trace: Trace, sd: Tensor, prior: Tensor) -> Tensor | None:
 
 
 def of_sites(total: Natural, variance: float, prior: Natural) -> NoiseAware | str:
-    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers); or why there is none: also where the
-    noise hides the least curvature of any direction, which one round does not tell from none."""
-    n, least = total.n, float(torch.linalg.eigvalsh(total.precision)[0])
-    if not math.sqrt(variance) <= MOST_ERROR * least:
-        return (
-            "the noise hides how curved the likelihood is along some direction "
-            + (f"(standard error {math.sqrt(variance) / least:.2g} of it, {MOST_ERROR:g} at most)" if least > 0 else "")
-            + "; more records, a larger epsilon or more silos would tell it"
-        )
+    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers)."""
+    n = total.n
     at = torch.zeros(n, dtype=torch.float64)
     told = _Told(torch.eye(n).double(), total.precision, torch.full((n, n), 1 / variance).double(), at)
     return _integrated(told, total.shift, at, variance, 1.0, Natural(*_full(prior)), 1)
@@ -299,12 +324,8 @@ def _integrated(
     told: _Told, g: Tensor, at: Tensor, variance: float, excess: float, prior: Natural, rounds: int
 ) -> NoiseAware | str:
     """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues)."""
-    n = len(g)
-    draws = max(_FEWEST, min(_DRAWS, _NUMBERS // n**2))
-    rng = torch.Generator().manual_seed(_SEED)
-    drawn = _proper(_curvatures(told, float(prior.precision.diagonal().mean()), _TRIED * draws, rng), draws)
-    values, vectors = torch.linalg.eigh(drawn)
-    values, vectors = values.clamp(min=0), told.basis @ vectors
+    values, vectors = _curvatures(told, _LEAST * float(prior.precision.diagonal().mean()))
+    drawn, vectors = (vectors * values.unsqueeze(1)) @ vectors.mT, told.basis @ vectors
     spread = variance * (1 + (excess - 1) * values / values.mean(1, keepdim=True).clamp(min=1e-300))
     bent = _bent(drawn, told.strayed).unsqueeze(1) * values
     share = float(bent.mean() / (values + spread).mean())
@@ -324,19 +345,15 @@ def _integrated(
     shift = prior.shift + (made(gain) @ (g + made(values) @ at).unsqueeze(-1)).squeeze(-1)
     covariances = torch.linalg.inv(information)
     means = (covariances @ shift.unsqueeze(-1)).squeeze(-1)
-    mean = means.mean(0)
-    off = means - mean
+    off = means - means.mean(0)
     covariance = covariances.mean(0) + off.mT @ off / len(drawn)
+    mean, sd = _central(means, covariances.diagonal(dim1=1, dim2=2).sqrt())
+    times = sd / covariance.diagonal().sqrt()
+    covariance = covariance * torch.outer(times, times)
     without = torch.linalg.inv(prior.precision + made(values)).mean(0)
     most = _MOSTLY * torch.linalg.inv(prior.precision).diagonal()
     hidden = covariance.diagonal() > most
     return NoiseAware(mean, _symmetric(covariance), _symmetric(without), _error(told), rounds, hidden=hidden)
-
-
-def _proper(drawn: Tensor, wanted: int) -> Tensor:
-    """So many of the draws (K, n, n), of those without a negative eigenvalue where these are enough."""
-    proper = drawn[torch.linalg.eigvalsh(drawn)[:, 0] > 0]
-    return (proper if len(proper) >= _FEWEST else drawn)[:wanted]
 
 
 def _bent(drawn: Tensor, strayed: Tensor) -> Tensor:
@@ -353,39 +370,126 @@ def _symmetric(matrix: Tensor) -> Tensor:
     return 0.5 * (matrix + matrix.mT)
 
 
-def _curvatures(told: _Told, prior: float, draws: int, rng: torch.Generator) -> Tensor:
-    """Draws (K, n, n) of H's posterior, in told's basis; `prior`: the curvature of the prior."""
-    n = len(told.estimate)
-    noise = told.precision.clamp(min=1e-300).reciprocal()
-    size = _sizes(told.estimate.diagonal(), noise.diagonal(), prior, draws, rng)
-    found = torch.diag_embed(size)
-    rows, cols = torch.triu_indices(n, n, 1)
-    if not len(rows):
-        return found
-    entry, noise, most = told.estimate[rows, cols], noise[rows, cols], size[:, rows] * size[:, cols]
-    likelihood = []
-    for freedom in _FREEDOM:
-        variance = most / freedom + noise
-        likelihood.append(-0.5 * (entry.square() / variance + variance.log()).sum(-1))
-    at = torch.multinomial(torch.stack(likelihood, -1).softmax(-1), 1, generator=rng)
-    chosen = torch.tensor(_FREEDOM, dtype=torch.float64)[at]
-    share = most / (most + chosen * noise)
-    values = share * entry + (share * noise).sqrt() * torch.randn(share.shape, generator=rng, dtype=torch.float64)
-    found[:, rows, cols] = values
-    found[:, cols, rows] = values
-    return found
+def _curvatures(told: _Told, least: float) -> tuple[Tensor, Tensor]:
+    """Draws of H's posterior, in told's basis: eigenvalues (K, n), at least `least`, and eigenvectors (K, n, n).
+
+    Sequential Monte Carlo (Del Moral, Doucet and Jasra 2006): from the likelihood to a small power, under which any
+    direction may be one of no curvature, to the likelihood itself, at each power some sweeps of Gibbs' sampler. One
+    chain at the likelihood would stay with the directions that it began with.
+    """
+    n, rng = len(told.estimate), np.random.default_rng(_SEED)
+    many, power = max(_FEWEST, min(_DRAWS, _NUMBERS // n**2)), _POWER
+    noise = _normals((many, n, n), rng) / (power * told.precision.clamp(min=1e-300)).sqrt()
+    values, vectors = torch.linalg.eigh(told.estimate + noise)
+    values = values.clamp(min=least)
+    for _ in range(_SETTLE):
+        values, vectors = _swept(told, power, least, values, vectors, rng)
+    while power < 1:
+        off = (vectors * values.unsqueeze(1)) @ vectors.mT - told.estimate
+        fits = -0.5 * (told.precision * off.square()).triu().sum((1, 2))
+        power, weights = _raised(fits, power)
+        at = (torch.arange(many) + float(rng.random())) / many
+        kept = torch.searchsorted(weights.cumsum(0), at.to(weights)).clamp(max=many - 1)
+        values, vectors = _swept(told, power, least, values[kept], vectors[kept], rng)
+    for _ in range(_SETTLE):
+        values, vectors = _swept(told, power, least, values, vectors, rng)
+    return values, vectors
 
 
-def _sizes(estimate: Tensor, noise: Tensor, prior: float, draws: int, rng: torch.Generator) -> Tensor:
-    """Draws (K, n) of what is on the diagonal, each by itself, on a grid."""
-    error, least = noise.sqrt(), _LEAST * prior
-    largest = (estimate + _AROUND * error).clamp(min=10 * least)
-    one = torch.linspace(0, 1, _FAR, dtype=torch.float64).unsqueeze(-1)
-    far = (math.log(least) + one * (largest.log() - math.log(least))).exp()
-    around = torch.linspace(-_AROUND, _AROUND, _NEAR, dtype=torch.float64).unsqueeze(-1)
-    near = torch.minimum((estimate + around * error).clamp(min=least), largest)
-    grid = torch.cat([far, near]).sort(0).values
-    log = grid.log()
-    width = torch.cat([log[1:2] - log[:1], log[2:] - log[:-2], log[-1:] - log[-2:-1]])
-    likelihood = -0.5 * (grid - estimate).square() / noise + width.clamp(min=1e-300).log()
-    return grid.gather(0, torch.multinomial(likelihood.softmax(0).mT, draws, replacement=True, generator=rng).mT)
+def _raised(fits: Tensor, power: float) -> tuple[float, Tensor]:
+    """The next power, and draws' weights (K,), of which a share `_WORTH` is still worth something."""
+
+    def weights(to: float) -> Tensor:
+        return ((to - power) * fits).softmax(0)
+
+    low, high = power, 1.0
+    while high / low > _SAME_POWER:
+        middle = math.sqrt(low * high)
+        enough = 1 / float(weights(middle).square().sum()) >= _WORTH * len(fits)
+        low, high = (middle, high) if enough else (low, middle)
+    return high, weights(high)
+
+
+def _swept(
+    told: _Told, power: float, least: float, values: Tensor, vectors: Tensor, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draws after a sweep of Gibbs' sampler, of the likelihood to that power.
+
+    With W = diag(weight) the logarithm of a regression's likelihood is tr(H B) - tr(H W H) / 2, a sum over eigenvectors
+    u of v u'Bu - v^2 u'Wu / 2. So each eigenvalue v is normal, times its prior, and the angle by which two eigenvectors
+    turn in their plane is von Mises', twice. Where entries off the diagonal have more noise than that (sums of sites),
+    a normal for each takes the rest off: exp(s x^2 / 2) is the mean of exp(x sqrt(s) y) over normal y.
+    """
+    n, weight = vectors.shape[-1], told.precision.diagonal()
+    both = weight + weight.unsqueeze(-1)
+    linear, spare = 0.5 * both * told.estimate, (both - told.precision).fill_diagonal_(0).clamp(min=0)
+    if bool((spare > _SPARED * both).any()):
+        off = (vectors * values.unsqueeze(1)) @ vectors.mT - told.estimate
+        linear = linear + 0.5 * (spare * off + (spare / power).sqrt() * _normals(off.shape, rng))
+    quadratic, linear = vectors.mT @ (weight.unsqueeze(-1) * vectors), vectors.mT @ linear @ vectors
+    diagonals = [power * of.diagonal(dim1=1, dim2=2) for of in (quadratic, linear)]
+    values = _values(diagonals[0], diagonals[1], least, rng)
+    # Draws last, for numbers that are read together lie together.
+    v, turned = values.mT.contiguous(), vectors.permute(2, 1, 0).contiguous()
+    quadratic, linear = quadratic.permute(1, 2, 0).contiguous(), linear.permute(1, 2, 0).contiguous()
+    for i, j in _pairings(n, rng)[:_TURNS]:
+        squares, ones = 0.5 * (v[i].square() - v[j].square()), v[i] - v[j]
+        across = squares * (quadratic[i, i] - quadratic[j, j]) - ones * (linear[i, i] - linear[j, j])
+        along = squares * quadratic[i, j] - ones * linear[i, j]
+        middle, sure = torch.atan2(-along, -0.5 * across), power * torch.hypot(0.5 * across, along)
+        angle = 0.5 * torch.from_numpy(rng.vonmises(middle.numpy(), sure.numpy())).unsqueeze(1)
+        cos, sin = angle.cos(), angle.sin()
+        for of in (turned, quadratic, linear):
+            of[i], of[j] = cos * of[i] + sin * of[j], cos * of[j] - sin * of[i]
+        cos, sin = cos.squeeze(1), sin.squeeze(1)
+        for of in (quadratic, linear):
+            of[:, i], of[:, j] = cos * of[:, i] + sin * of[:, j], cos * of[:, j] - sin * of[:, i]
+    return values, turned.permute(2, 1, 0)
+
+
+def _pairings(n: int, rng: np.random.Generator) -> list[tuple[Tensor, Tensor]]:
+    """All pairs of n, in rounds of a tournament in random order; each round's are of different numbers."""
+    seats, rounds = rng.permutation(n + n % 2), []
+    for turn in rng.permutation(len(seats) - 1):
+        ring = np.concatenate([seats[:1], np.roll(seats[1:], turn)])
+        pairs = np.stack([ring[: len(ring) // 2], ring[::-1][: len(ring) // 2]])
+        one, other = torch.from_numpy(pairs[:, (pairs < n).all(0)])
+        rounds.append((one, other))
+    return rounds
+
+
+def _values(precision: Tensor, linear: Tensor, least: float, rng: np.random.Generator) -> Tensor:
+    """Draws (K, n) of numbers with density exp(linear v - precision v^2 / 2) / v from `least` on, on a grid each: of
+    logarithms up to where the exponent begins to matter, and from there even."""
+    at, error = linear / precision, precision.rsqrt()
+    most = (at.clamp(min=0) + _AROUND * error).clamp(min=10 * least).unsqueeze(-1)
+    near = torch.maximum(at - _AROUND * error, _NEARLY * error).unsqueeze(-1)
+    near = torch.minimum(near, 0.5 * most).clamp(min=2 * least)
+    low, high = (torch.linspace(0, 1, points, dtype=torch.float64) for points in (_FAR + 1, _NEAR))
+    lows, highs = low[:-1] * (2 - low[:-1]) * (near / least).log() + math.log(least), near + (most - near) * high
+    grid, log = torch.cat([lows.exp(), highs], -1), torch.cat([lows, highs.log()], -1)
+    width = torch.cat([log[..., 1:2] - log[..., :1], log[..., 2:] - log[..., :-2], log[..., -1:] - log[..., -2:-1]], -1)
+    fits = -0.5 * (grid - at.unsqueeze(-1)).square() * precision.unsqueeze(-1)
+    under = (width * (fits - fits.amax(-1, keepdim=True)).exp()).cumsum(-1)
+    chosen = torch.searchsorted(under, torch.from_numpy(rng.random((*at.shape, 1))) * under[..., -1:])
+    return grid.gather(-1, chosen.clamp(max=grid.shape[-1] - 1)).squeeze(-1)
+
+
+def _normals(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
+    """Symmetric matrices (K, n, n)."""
+    drawn = torch.from_numpy(rng.standard_normal(shape))
+    return drawn.triu() + drawn.triu(1).mT
+
+
+def _central(means: Tensor, sds: Tensor) -> tuple[Tensor, Tensor]:
+    """Middle and sd (n,) of the normals whose central 95% are those of mixtures of normals (K, n), to a thousandth of
+    the narrowest."""
+    ends = []
+    for share in (0.025, 0.975):
+        low, high = (means - 10 * sds).amin(0), (means + 10 * sds).amax(0)
+        for _ in range(math.ceil(math.log2(max(1.0, float(((high - low) / sds.amin(0)).max())))) + 10):
+            middle = 0.5 * (low + high)
+            under = torch.special.ndtr((middle - means) / sds).mean(0) < share
+            low, high = torch.where(under, middle, low), torch.where(under, high, middle)
+        ends.append(0.5 * (low + high))
+    return 0.5 * (ends[0] + ends[1]), (ends[1] - ends[0]) / (2 * _CENTRAL)

@@ -513,8 +513,9 @@ class SFVIProgram(StructuredProgram):
         normal = prior.Prior(self.problem, True).exact({})
         if normal is None:
             return noise_aware.NOT_NORMAL
-        longest = 0.0 if noise_aware.straight(self.problem) else self.terms[ROUND_PHASE].settings.clipping_norm
-        return noise_aware.of_gradients(state.trace, state.half, normal, longest)
+        norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, noise_aware.straight(self.problem)
+        norm = norm if self.by_record or not line else math.nan
+        return noise_aware.of_gradients(state.trace, state.half, normal, norm, line, self.config.sampling_rate < 1)
 
     def posterior(self, state: SFVIState) -> Posterior:
         refined = state.refining.answer

@@ -245,10 +245,10 @@ def traced(z: Tensor, g: Tensor, variance: float) -> tuple[noise_aware.Trace, no
 def _answers(program: SFVIProgram, found: Fits, first: int, variance: float, clip: float) -> list[NoiseAware | str]:
     """Of the rounds from `first` on."""
     n, answers = found.mean.shape[1], []
-    longest = 0.0 if noise_aware.straight(program.problem) else clip
+    line = noise_aware.straight(program.problem)
     prior = Natural(torch.zeros(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64))
     for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
-        answers.append(noise_aware.of_gradients(*traced(z, g, variance), prior, longest))
+        answers.append(noise_aware.of_gradients(*traced(z, g, variance), prior, clip, line))
     return answers
 
 
