@@ -357,17 +357,19 @@ class SiteJob:
         left_out: list[str] = []
 
         def read(known: Schema | None) -> _Own:
+            # Rows as they were read, whatever the job's own options leave out of them: or else of two jobs one would be
+            # over other rows, as its digest says, where one record does not fit it, and a pinned one over none.
             used: Mapping[str, Any]
-            left = None
-            more = [left_out] if by_record else []
+            left, as_read = None, dict[str, Tensor]()
             if formula is not None:
-                rows, found = formula_part(config, home.id, formula, *more)
+                rows, found = formula_part(config, home.id, formula, *([left_out] if by_record else []))
                 ids, own, used = torch.arange(len(rows["y"])), False, found.columns
                 if exact_totals(self._privacy):
                     left = found.read, found.read - len(found.columns[formula.columns[0]])
             else:
+                more = (left_out, as_read) if by_record else ()
                 rows, ids, own = silo_part(config, home.id, local.data_dir, *more)
-                used = {**rows, RECORD_ID: ids} if own else rows
+                used = as_read or ({**rows, RECORD_ID: ids} if own else rows)
             schema, records = read_data(rows, home.id, dtype)
             if known is not None and schema_digest(known) != schema_digest(schema):
                 raise DataError("its records say another schema than job, dictionary and names of columns do")

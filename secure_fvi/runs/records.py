@@ -201,12 +201,17 @@ Parts = tuple[tuple[str, ...], tuple[dict[str, Tensor], ...], tuple[Tensor, ...]
 
 
 def silo_part(
-    config: Config, silo: str, data_dir: Path | None = None, spoilt: list[str] | None = None
+    config: Config,
+    silo: str,
+    data_dir: Path | None = None,
+    spoilt: list[str] | None = None,
+    as_read: dict[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], Tensor, bool]:
     """One silo's records and their ids, without a look at another silo's file; whether the ids are the data's own.
 
     The part of a program's records that `config` gives the silo, or its own file, whose rows are numbered where it
-    has no column of ids. spoilt: rows that cannot be read are left out, and it is told of them.
+    has no column of ids. spoilt: rows that cannot be read are left out, and it is told of them. as_read: is given the
+    file's columns before any row is left out for what the job asks, as numbers that its type does not hold.
     """
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
@@ -214,6 +219,8 @@ def silo_part(
         return silos[at], record_ids[at], True
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
     table = read_silo(config.silo[at], f"silo[{at}].data", _by_record(config), spoilt)
+    if as_read is not None:
+        as_read.update(table)
     given = table.pop(RECORD_ID, None)
     own = torch.arange(_rows(table)) if given is None else given
     _check_ids(at, own)
@@ -330,12 +337,12 @@ def formula_part(
 ) -> tuple[dict[str, Any], Coded]:
     """One silo's records as a formula's program takes them, and its rows as they were read: coded by the silo's own
     dictionary, or the job's where it has none. spoilt: records that cannot be read, or do not fit the formula, are left
-    out, and it is told of them. Raises DataError, InputError."""
+    out, and it is told of them; of the rows as they were read, the former alone. Raises DataError, InputError."""
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    found = formula_rows(config.silo[at], f"silo[{at}].data", model, spoilt)
+    found = used = formula_rows(config.silo[at], f"silo[{at}].data", model, spoilt)
     if spoilt is not None:
-        found = model.those_that_fit(found, silo, spoilt, config.run.torch_dtype)
-    laid: dict[str, Any] = model.prepared({silo: found}, limited=spoilt is None)[silo]
+        used = model.those_that_fit(found, silo, spoilt, config.run.torch_dtype)
+    laid: dict[str, Any] = model.prepared({silo: used}, limited=spoilt is None)[silo]
     return laid, found
 
 

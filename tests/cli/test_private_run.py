@@ -237,6 +237,11 @@ def test_a_schema_follows_from_no_record(cli: CommandLine, tmp_path: Path) -> No
     with pytest.raises(InputError, match="is seen in it alone"):
         schema_beforehand(job, "a", None, torch.float64)
     assert silo_part(job, "a", None, spoilt)[1].tolist() == [1]
+    np.savez(tmp_path / "t.npz", y=np.array([1.0, 1e39, 3.0]), record_id=np.arange(3))
+    for dtype, left in (("float64", [0, 1, 2]), ("float32", [0, 2])):  # the rows that were read are no job's to choose
+        of = job.model_copy(update={"run": job.run.model_copy(update={"dtype": dtype})})
+        assert silo_part(of, "a", None, spoilt, as_read := {})[1].tolist() == left
+        assert as_read["y"].tolist() == [1.0, 1e39, 3.0]
     for name, why in (("none.csv", "no file"), ("t.csv", "no column 'ward'; did you mean")):
         (tmp_path / "t.csv").write_text("y,x[0],x[1],wards\n")
         with pytest.raises(InputError, match=why):

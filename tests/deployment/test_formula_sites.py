@@ -23,7 +23,7 @@ from test_processes import Processes
 
 from secure_fvi.aggregation.base import carry
 from secure_fvi.cli import cli
-from secure_fvi.deployment import fence, policy_check
+from secure_fvi.deployment import fence, policy_check, site_job
 from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import read_policy, rule_of
@@ -37,7 +37,7 @@ from secure_fvi.messages import ROUND, SUM, encode_broadcast
 from secure_fvi.models.base import program
 from secure_fvi.privacy.report import read_report
 from secure_fvi.runs import records, wording
-from secure_fvi.runs.config import Config, Model
+from secure_fvi.runs.config import Config, Model, Privacy
 from secure_fvi.runs.records import model_of, settled
 from secure_fvi.silo import UNANSWERABLE, Silo
 
@@ -391,6 +391,42 @@ def test_what_does_not_fit_is_refused_before_any_round_and_told_to_nobody(
         assert "its data do not fit the model" in study.log()
     for secret in ("stopped", "column", "smoke", "more rows", ".csv", "left out"):
         assert secret not in study.log().replace(FORMULA, "")
+
+
+@pytest.mark.parametrize("former", [False, True])
+def test_where_rows_are_pinned_one_record_decides_on_no_others(
+    study: Study, monkeypatch: pytest.MonkeyPatch, former: bool
+) -> None:
+    """Of two jobs the second takes fewer rows of a record than one has. It is over all records but that one, and the
+    log, in which whoever reads it has no noise, says that the rows are the same. The control, the former rule, held the
+    rows that the job's own limit left against the pin: then one record took all 30 out of the sum."""
+    made = site_job.formula_part
+    if former:
+
+        def left(config: Config, silo: str, model: Any, spoilt: list[str]) -> Any:
+            rows, found = made(config, silo, model, spoilt)
+            return rows, model.those_that_fit(found, silo, [])
+
+        monkeypatch.setattr(site_job, "formula_part", left)
+    noise = {"unit": "record", "epsilon": 0.3, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
+    study.config = study.config.model_copy(update={"privacy": Privacy(**noise)})
+    allowed = {"dp": "optional", "max_epsilon": 1.0, "max_delta": 1e-5, "min_noise_multiplier": 0.1}
+    allowed |= {"units": ["record"], "noise": ["distributed"]}
+    study.write("east", [*study.rows(0), "c15,0,8,no,1", "c15,0,9,no,1"])  # five visits
+    used = []
+    for job, most in (("one", 5), ("two", 4)):
+        options = {**study.config.model.options, "most": {"rows": most}}
+        rule = rule_of(study.config.model.model_copy(update={"options": options}))
+        data = {"cohort": "pinned", "epsilon": 3.0, "delta": 1e-5}
+        study.allow("east", model=[rule], privacy=allowed, data=data)
+        offer = dataclasses.replace(study.offer(options=options), job=job)
+        with contextlib.closing(Site(study.world.homes["east"], Local())) as site:
+            met(study.world.homes["hub"], site)
+            site.handle(job, JOIN + sign_offer(offer, study.world.homes["hub"].identity()))
+            assert isinstance(site._job, SiteJob)
+            used.append(site._job.view.size)
+    assert used == [30, 0 if former else 29]
+    assert ("as in job 'one'" in study.log()) is not former
 
 
 @pytest.mark.slow  # what reads the table is of the first tier, in test_table_files.py
