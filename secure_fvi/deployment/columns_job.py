@@ -184,7 +184,7 @@ class ColumnsJob(SiteJob):
                     raise
                 self.unfit.tell(error, whole=True)
         if by_record and self.unfit.whole:  # they go into no answer (`Silo.silent`), and what is asked gets noise
-            self.cohort = Cohort(home, offer, self.folder, None, self.decision.data)
+            self.cohort = Cohort(home, offer, self.folder, list(used), self.decision.data)
         private = self._chosen[2] is not None
         self._work = 0 if private else numbers_of([rows])
         self.threads = threads_of(config, self._work)

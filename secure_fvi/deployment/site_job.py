@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -400,7 +400,8 @@ class SiteJob:
                     self.unfit.tell(line)
                 return found
         assert known is not None
-        return self._nobodys(known, Cohort(home, decision.offer, self.folder, None, decision.data), 1 - by_record)
+        names = formula.columns if formula is not None else [name for name, *_ in known.fields]
+        return self._nobodys(known, Cohort(home, decision.offer, self.folder, names, decision.data), 1 - by_record)
 
     @contextlib.contextmanager
     def _told_alone(self) -> Iterator[None]:
@@ -589,23 +590,28 @@ class Cohort:
     """The rows that a job uses, by a digest that only this site can make (`federated_model.cohort_digest`): others who
     read it in the log learn whether rows changed, and nothing of them.
 
-    Raises DataError where they are not those that the job began with here, or that the policy asks for. rows: None for
-    a job that uses none, whose digest says as little, and to which no later job is held. left: of a formula's job
+    Raises DataError where they are not those that the job began with here, or that the policy asks for. rows: of a job
+    that uses none the names of columns alone; no later job is held to these, and the log says of them what it would of
+    rows that have changed: their digest is another for other columns, and of another data set. left: of a formula's job
     whose totals the server sees exactly, how many rows there are and how many of them were left out.
     """
 
     def __init__(
-        self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Any] | None, rule: DataRule | None,
-        left: tuple[int, int] | None = None,
+        self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Any] | Collection[str],
+        rule: DataRule | None, left: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         key = hashlib.blake2b(b"secure-fvi/cohort/1", key=home.state_secret(), digest_size=32).digest()
-        self._none = rows is None
-        self.digest = hashlib.blake2b(key=key, digest_size=32).digest() if rows is None else cohort_digest(rows, key)
+        self._none = not isinstance(rows, Mapping)
+        if isinstance(rows, Mapping):
+            self.digest = cohort_digest(rows, key)
+        else:
+            said = repr((offer.data_set, sorted(rows))).encode()
+            self.digest = hashlib.blake2b(said, key=key, digest_size=32, person=b"fvi no rows/1").digest()
         self._job, self._data_set, self._path = offer.job, offer.data_set, folder / "cohort"
         self._before, self._left = home.state_folder / _COHORTS, left
         self._kept = _cohorts(home)
         self._begun = self._path.read_bytes() if self._path.exists() else None
-        if rows is None:
+        if self._none:
             return
         if self._begun is not None and self._begun != self.digest:
             raise DataError(f"silo '{home.id}': its rows are not those that the job began with; put them back")
@@ -628,16 +634,17 @@ class Cohort:
         before = self._kept.get(self._data_set)
         if before is None:
             return said
-        same = before["digest"] == self.digest.hex()
-        return f"{said}, {'as in' if same else 'other rows than in'} job '{before['job']}'"
+        digest, job = before.get("said") or (before["digest"], before["job"])
+        return f"{said}, {'as in' if digest == self.digest.hex() else 'other rows than in'} job '{job}'"
 
     def keep(self) -> None:
         """Hold the job, and with cohort = "pinned" later ones, to these rows."""
         if self._begun is None:
+            found = {"digest": self.digest.hex(), "job": self._job}
+            held = self._kept.setdefault(self._data_set, {"left": None})
+            held["said"] = list(found.values())  # which may be of no rows
             if not self._none:
-                left = self._kept.get(self._data_set, {}).get("left")
-                left = left if self._left is None else [*self._left, self._job]
-                self._kept[self._data_set] = {"digest": self.digest.hex(), "job": self._job, "left": left}
+                held |= found if self._left is None else {**found, "left": [*self._left, self._job]}
             write_atomically(self._before, json.dumps(self._kept).encode())
             write_atomically(self._path, self.digest)
             self._begun = self.digest

@@ -429,6 +429,44 @@ def test_where_rows_are_pinned_one_record_decides_on_no_others(
     assert ("as in job 'one'" in study.log()) is not former
 
 
+@pytest.mark.parametrize("former", [False, True])
+def test_a_log_says_no_more_of_rows_that_are_not_used_than_of_others(
+    study: Study, monkeypatch: pytest.MonkeyPatch, former: bool
+) -> None:
+    """Of jobs under privacy of silos on a table that changed after the first: once where it fits, once where it cannot
+    be used. The control, the former digest, is one for all of a site: jobs on other columns, of which each digest of
+    rows is another, show by it that neither uses any."""
+    if former:
+        made = site_job.Cohort.__init__
+
+        def said_once(self: Any, *rest: Any) -> None:
+            made(self, *rest)
+            self.digest = bytes(32) if self._none else self.digest
+
+        monkeypatch.setattr(site_job.Cohort, "__init__", said_once)
+    noise = {"unit": "silo", "epsilon": 0.3, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
+    study.config = study.config.model_copy(update={"privacy": Privacy(**noise)})
+    allowed = {"dp": "optional", "max_epsilon": 1.0, "max_delta": 1e-5, "min_noise_multiplier": 0.1}
+    allowed |= {"units": ["silo"], "noise": ["distributed"]}
+    data = {"epsilon": 3.0, "delta": 1e-5, "unit": "silo"}
+    shorter = study.config.model.model_copy(update={"formula": "wheeze ~ age + (1 | child)"})
+    study.allow("east", model=[rule_of(study.config.model), rule_of(shorter)], privacy=allowed, data=data)
+    used = []
+    for row, jobs in (("", ("one",)), ("c15,0,8,no,1", ("two",)), ("c15,0,11,no,1", ("four", "five", "six"))):
+        study.write("east", [*study.rows(0), *([row] if row else [])])
+        for job in jobs:
+            offer = dataclasses.replace(study.offer(formula=shorter.formula if job == "six" else FORMULA), job=job)
+            with contextlib.closing(Site(study.world.homes["east"], Local())) as site:
+                met(study.world.homes["hub"], site)
+                site.handle(job, JOIN + sign_offer(offer, study.world.homes["hub"].identity()))
+                assert isinstance(site._job, SiteJob)
+                used.append(not site._job.unfit.whole)
+    assert used == [True, True, False, False, False]
+    for before, job in (("other rows than in", "one"), ("other rows than in", "two"), ("as in", "four")):
+        assert f"{before} job '{job}'" in study.log()
+    assert ("other rows than in job 'five'" in study.log()) is not former
+
+
 @pytest.mark.slow  # what reads the table is of the first tier, in test_table_files.py
 def test_a_visit_that_stands_twice_is_refused_by_an_id_that_the_formula_does_not_name(study: Study) -> None:
     """The control: the same table under a dictionary that does not call the id unique."""
