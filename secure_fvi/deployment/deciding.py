@@ -25,7 +25,7 @@ from secure_fvi.errors import (
     told,
 )
 from secure_fvi.privacy.ledger import read_ledger
-from secure_fvi.privacy.settings import exact_totals
+from secure_fvi.privacy.settings import RecordDP, exact_totals
 from secure_fvi.runs.config import Config, chosen
 from secure_fvi.runs.records import formula_columns, site_dictionary
 from secure_fvi.silo import UNANSWERABLE
@@ -87,13 +87,15 @@ class Decision(NamedTuple):
 
     @property
     def _complete(self) -> tuple[str, ...]:
-        """Of a formula whose totals the server sees exactly, where rows with a gap are left out: the columns of all
-        formulas that the policy lists, or all, where it lists any, or a model by its hash: a program reads all of them.
-        Were it this formula's alone, totals of two would differ by the rows that have a gap in one's columns."""
+        """Of a formula whose totals the server sees exactly, where rows with a gap are left out, as they always are
+        under record privacy: the columns of all formulas that the policy lists, or all, where it lists any, or a model
+        by its hash: a program reads all of them. Were it this formula's alone, totals of two would differ by the rows
+        that have a gap in one's columns."""
         config, data = self.offer.config, self.data
-        if config.model.formula is None or data is None or data.dictionary is None or data.missing != "drop":
+        if config.model.formula is None or data is None or data.dictionary is None:
             return ()
-        if not exact_totals(chosen(config)[2]):
+        privacy = chosen(config)[2]
+        if not exact_totals(privacy) or (data.missing != "drop" and not isinstance(privacy, RecordDP)):
             return ()
         try:
             own = site_dictionary(data.dictionary)

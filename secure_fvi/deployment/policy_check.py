@@ -22,7 +22,7 @@ from secure_fvi.deployment.names import Role, printable
 from secure_fvi.deployment.policy import DataRule, PrivacyRules, SitePolicy, rule_of
 from secure_fvi.disclosure import DISCLOSURES, Disclosure, disclose
 from secure_fvi.errors import InputError, PolicyError
-from secure_fvi.privacy.settings import DP
+from secure_fvi.privacy.settings import DP, RecordDP, exact_totals
 from secure_fvi.privacy.terms import Terms
 from secure_fvi.runs.config import Config, chosen
 from secure_fvi.runs.records import formula_model, job_dictionary, site_dictionary
@@ -341,7 +341,17 @@ def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iter
     if unlike := job_dictionary(model).differences(own):
         yield f"its dictionary is not this site's: {'; '.join(unlike)}"
         return
-    formula_model(model).check_apart(chosen(offer.config)[2])
+    privacy = chosen(offer.config)[2]
+    formula_model(model).check_apart(privacy)
+    if not isinstance(privacy, RecordDP) or offer.model in policy.models:
+        return
+    exact = {"noise = 'server'": exact_totals(privacy), "public_counts": privacy.public_counts}
+    if any(exact.values()) and not any(rule.allows(model) and rule.most != "any" for rule in policy.formulas):
+        yield (
+            "under record privacy records of more rows than most.rows are left out, and by "
+            f"{' and '.join(name for name, so in exact.items() if so)} it is seen without noise whether one is: the "
+            "policy's most has to be numbers, not 'any'"
+        )
 
 
 def _package(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
