@@ -263,8 +263,12 @@ def trace_graph(
         examples.append(tensor.new_zeros(shape))
     known = next(((i, axis) for i, axis in enumerate(axes) if axis is not None), None)
     mode: Literal["fake", "symbolic"] = "symbolic" if symbolic and known is not None else "fake"
-    with Calls(math.inf if known is None else 1000 + 2 * made):
-        module = make_fx(fn, tracing_mode=mode, _allow_non_fake_inputs=True)(*examples)
+
+    def counted(*tensors: Tensor) -> list[Tensor]:
+        with Calls(math.inf if known is None else 1000 + 2 * made):  # not of what the tracer looks at in each tensor
+            return fn(*tensors)
+
+    module = make_fx(counted, tracing_mode=mode, _allow_non_fake_inputs=True)(*examples)
     for node in reversed(module.graph.nodes):
         # Optimisers mark their steps for the profiler; the marks cannot be compiled and cost time.
         if "_record_function" in str(node.target):
@@ -299,9 +303,9 @@ def lean(module: GraphModule, merged: bool = True) -> GraphModule:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         node.target = torch.Tensor.size  # which vmap knows
-    module.recompile()
     _fill_anew(graph)
     if any(getattr(node.target, "_schema", None) and node.target._schema.is_mutable for node in graph.nodes):
+        module.recompile()
         return module
     found = CSEPass()(module) if merged else None
     module = module if found is None else found.graph_module

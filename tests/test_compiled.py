@@ -162,6 +162,15 @@ def test_a_loop_over_records_is_traced_for_their_own_number_alone(by_shape: bool
     assert calls[0] < 10_000
 
 
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_many_arguments_are_no_loop_over_records(symbolic: bool) -> None:
+    """The tracer looks at each of them some eighty times, which is none of the function's own calls."""
+    at = [torch.randn(7) for _ in range(40)]
+    graph = trace_graph(lambda *xs: [sum(xs).exp().sum()], at, [0] * len(at), symbolic, made=42)  # type: ignore[attr-defined]
+    more = [torch.randn(11) for _ in at]
+    torch.testing.assert_close(graph(*more)[0], sum(more).exp().sum())  # type: ignore[attr-defined]
+
+
 @pytest.mark.usefixtures("at_once")
 def test_what_cannot_be_mapped_is_not_traced_a_draw_at_a_time() -> None:
     """A graph of each of many draws takes minutes, of what runs in milliseconds; the control is one that can be."""

@@ -212,6 +212,19 @@ def test_usual_programs_can_be_traced(fn: Any) -> None:
     assert read_program(export(model, LINE, torch.float64), LINE).layout.size("global") > 0
 
 
+def many_columns(y: Tensor, **columns: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(m * sum(columns.values()), 1.0), obs=y)
+
+
+def test_many_columns_are_no_loop_over_records() -> None:
+    """What the tracer looks at in each column was counted with the program's own calls, and a dozen were too many."""
+    schema = Schema(tuple((name, (), torch.float64) for name in "abcdefghijkly"), {})
+    content = export(FederatedModel(many_columns, record_plate="records"), schema, torch.float64)
+    assert read_program(content, schema).layout.size("global") == 1
+
+
 def looks_at_draws(y: Tensor) -> None:
     m = pyro.sample("m", dist.Normal(0.0, 2.0))
     with pyro.plate("records", len(y)):
