@@ -58,6 +58,7 @@ from secure_fvi.files import write_atomically
 from secure_fvi.options import check
 from secure_fvi.privacy.gate import Gate, NoiseSource
 from secure_fvi.privacy.settings import DP
+from secure_fvi.randomness import seeded
 from secure_fvi.results import (
     ELSEWHERE,
     FORMAT,
@@ -217,8 +218,7 @@ class VerticalResult(RunSummary):
     ) -> Params:
         """Posterior predictive draws of the response of new people: {"y": (n, N)}. Arguments as in `log_predictive`."""
         s, gamma = self._predictors(silos, offset, n, seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             return {"y": self.problem.likelihood.distribution(s, gamma).sample()}
 
     def log_predictive(

@@ -43,6 +43,7 @@ from secure_fvi.program_sites import (
     tensors_in,
     terms_without,
 )
+from secure_fvi.randomness import seeded
 
 _NEAR = (0.3, 1.0, 3.0)  # of the start, in unconstrained space: where else a site is tried
 
@@ -117,8 +118,7 @@ def _check_steps(point: Point, some: Params, rows: Params, priors: Mapping[str, 
     at any of them: of `t < c`, for one. Made data, which are all alike, need not lie where the step is."""
     for site in _flat(point, some, priors):
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+            with seeded(0):
                 prior = priors[site]
                 values = biject_to(prior.support).inv(prior.sample((SOME,)))
         except Exception:  # a distribution of the user's own, or an improper one, of which none can be drawn

@@ -37,6 +37,7 @@ from secure_fvi.density import Layout, Params, Role, Site, Start, running
 from secure_fvi.errors import InputError, SecureFVIWarning, one_line
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.program_density import choice, has_no_density, param_constraint, param_start, record_dim, site_mask
+from secure_fvi.randomness import seeded
 
 #: Values of a record's discrete sites together, each of which is a run of the program in every step.
 MOST_CHOICES = 64
@@ -301,14 +302,12 @@ def _centre(fn: Any) -> Tensor | None:
         return torch.eye(fn.shape()[-1]).expand(fn.shape()).clone()
 
     def drawn() -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded(0):
             return fn.sample((_MEDIAN_DRAWS,)).median(0).values
 
     def unconstrained() -> Tensor:  # of a support in which the median of each number need not lie, as on a simplex
         transform = biject_to(fn.support)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded(0):
             centre: Tensor = transform(transform.inv(fn.sample((_MEDIAN_DRAWS,))).median(0).values)
         return centre
 

@@ -21,6 +21,7 @@ from secure_fvi.algorithms.base import Problem
 from secure_fvi.density import LogTerms, Params
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning, one_line
 from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.randomness import seeded
 
 _T = TypeVar("_T")
 MADE = 4  # records of made data
@@ -144,24 +145,23 @@ def _check_own_generator(point: Point, rows: Params) -> None:
 def _undrawn(point: Point, rows: Params) -> LogTerms:
     """Log p, from a run that draws nothing by itself: a seed set inside makes one draw of all records, and a fit that
     maps the program, or traces it, another one each time."""
-    with torch.random.fork_rng(devices=[]):
-        numbers, ours = np.random.get_state(), random.getstate()
-        try:
-            found = None
-            for begin in (0, 1):  # a program that sets the seed itself may end where it began
-                for _ in range(3):  # another thread of the process may have drawn in the meantime, once
-                    torch.manual_seed(begin)
+    numbers, ours = np.random.get_state(), random.getstate()
+    try:
+        found = None
+        for begin in (0, 1):  # a program that sets the seed itself may end where it began
+            for _ in range(3):  # another thread of the process may have drawn in the meantime, once
+                with seeded(begin):
                     np.random.seed(begin)
                     random.seed(begin)
                     before = _drawn_so_far()
                     found = point.evaluate(rows)
                     if _drawn_so_far() == before:
                         break
-                else:
-                    raise InputError(_DRAWS)
-        finally:
-            np.random.set_state(numbers)
-            random.setstate(ours)
+            else:
+                raise InputError(_DRAWS)
+    finally:
+        np.random.set_state(numbers)
+        random.setstate(ours)
     assert found is not None
     return found
 

@@ -29,6 +29,7 @@ from secure_fvi.discovery import kind_of
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.program_contract import MADE, SOME, Point, same
 from secure_fvi.program_density import ALL_RECORDS, Evaluation, has_no_density
+from secure_fvi.randomness import seeded
 
 _FAR = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # and where an edge of log p is looked for
 _EDGE = 1e6  # nats that log p falls there at least
@@ -205,11 +206,9 @@ def _warn_of_parameters(problem: Problem, rows: Params) -> None:
     with contextlib.suppress(Exception), torch.enable_grad(), begins:
         problem.density.run(point.latents(), point.theta, rows)
     for seed in range(_PRIOR_DRAWS):
-        looks = _Parameters()
-        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.enable_grad(), looks:
-            torch.manual_seed(seed)
-            with running(problem.dtype, problem.device):
-                problem.model.fn(**rows, **problem.schema.constants)
+        looks, own = _Parameters(), running(problem.dtype, problem.device)
+        with contextlib.suppress(Exception), seeded(seed), torch.enable_grad(), looks, own:
+            problem.model.fn(**rows, **problem.schema.constants)
         if looks.said and not begins.said:
             warnings.warn(
                 f"{looks.said} for values that priors allow, where log p is none, or of another model. {REMEDY}",

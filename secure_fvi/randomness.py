@@ -12,8 +12,10 @@ last bits would meet the draws of another one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,15 @@ _AHEAD = 16_000  # numbers drawn ahead at most, so few that they stay in the pro
 UNIT_ID = -1  # the "record" that stands for the silo itself
 #: Numbers that name draws lie below, and so do positions in a draw, in pairs.
 LARGEST = 2**32
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """What PyTorch draws by itself follows from `seed`, and from nothing of it afterwards. On a machine without a GPU
+    `torch.manual_seed` keeps its caller's stack for good, each time."""
+    with torch.random.fork_rng(devices=[]):
+        (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(seed)
+        yield
 
 
 def derive_key(secret: bytes, purpose: bytes) -> bytes:

@@ -34,6 +34,7 @@ from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.files import write_atomically
 from secure_fvi.program_density import choice, has_no_density, observed_value, param_constraint, param_start, record_dim
+from secure_fvi.randomness import seeded
 from secure_fvi.summary import (
     LEVELS,
     Correlations,
@@ -667,8 +668,7 @@ def _runs(
     rows, missing = _rows(problem, data, record_plate is not None)
     layout, scored = problem.layout, record_plate is not None
     latents = {site.name for site in layout.sites} | ({name for name, _ in layout.choices} if not scored else set())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed + noise)
+    with seeded(seed + noise):
         draws = posterior.draws(n, seed)
         sites = over_draws(lambda z: problem.density.constrain(z, posterior.theta)[0], draws)
         for k, z in enumerate(draws):
@@ -744,8 +744,7 @@ def prior_predictive(
     have = records.rows.keys() | schema.constants.keys()
     missing = [k for k, p in inspect.signature(fn).parameters.items() if k not in have and p.kind not in _VARIABLE]
     draws = []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         for _ in range(n):
             with running(dtype, torch.device("cpu")), torch.no_grad(), _Prior() as run:
                 _call(fn, {**records.rows, **schema.constants}, missing)
