@@ -23,17 +23,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from secure_fvi import wire
 from secure_fvi.aggregation.base import BlockTable, FloatArray
-from secure_fvi.aggregation.messages import (
-    Codec,
-    Done,
-    _32,
-    _64,
-    _64s,
-    _any_bytes,
-    _either,
-    _list,
-    _uint,
-)
+from secure_fvi.aggregation.messages import Codec, Done, _32, _64, _64s, _any_bytes, _either, _list, _uint
 from secure_fvi.aggregation.prg import Mask, keystream
 from secure_fvi.aggregation.ring import Ring, out_of_range
 from secure_fvi.errors import AggregationError, InputError, ProtocolError

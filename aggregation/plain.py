@@ -10,13 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from secure_fvi.aggregation.base import (
-    BlockTable,
-    FloatArray,
-    Form,
-    Seat,
-    SumSilo,
-)
+from secure_fvi.aggregation.base import BlockTable, FloatArray, Form, Seat, SumSilo
 from secure_fvi.aggregation.store import Store
 from secure_fvi.errors import AggregationError, ProtocolError
 

@@ -12,6 +12,7 @@ Skellam noise has `rdp` and `ledger` only. GDP is not offered: it is no bound.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -51,6 +52,7 @@ _DELTA_ERROR = 1e-3  # as a share of delta
 Sampled = Mapping[tuple[float, float], int]
 
 
+@functools.lru_cache(maxsize=64)
 def epsilon(event: Event, delta: float, accountant: str = "pld") -> float:
     """An epsilon such that `event` is (epsilon, delta)-DP. Raises InputError where the accountant has no bound."""
     check_delta(delta)

@@ -16,7 +16,7 @@ import math
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -497,7 +497,8 @@ class Made(NamedTuple):
         values = {name: _span(name, dictionary[name]) for name in sorted(names)}
         rows = max([_MADE_ROWS, *(2 * len(v) for v in values.values())])
         at = np.arange(rows)
-        primes = [n for n in range(2, 8000) if all(n % k for k in range(2, int(math.sqrt(n)) + 1))]
+        prime = (n for n in range(2, 8000) if all(n % k for k in range(2, math.isqrt(n) + 1)))
+        primes = [*islice(prime, len(values))]
         # Columns in orders that have nothing to do with each other, by arithmetic: the same wherever it is made.
         orders = [np.argsort(at * math.sqrt(primes[k % len(primes)]) % 1.0) for k in range(len(values))]
         return cls({n: np.resize(v, rows)[o] for (n, v), o in zip(values.items(), orders, strict=True)}, dictionary)

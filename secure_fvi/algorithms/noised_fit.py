@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import SiloView
-from secure_fvi.algorithms.kit import (
-    FEWEST_ROWS,
-    Rows,
-    blocks_of,
-    evaluated,
-    joined,
-    rows_at_once,
-    warn_one_by_one,
-)
+from secure_fvi.algorithms.kit import FEWEST_ROWS, Rows, blocks_of, evaluated, joined, rows_at_once, warn_one_by_one
 from secure_fvi.algorithms.local_fit import LEAST_RATE, STRATA, Families, Fitted, OwnState, SiloFit, from_fit
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import TracedOnMade, threads

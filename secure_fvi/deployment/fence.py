@@ -427,7 +427,8 @@ def _python(entry: str) -> list[str]:
     call of a function of `secure_fvi.deployment.fenced`."""
     paths = [str(_package().parent), *_packages(), f"{MODEL}/modules"]
     name = entry.partition("(")[0]
-    start = f"import sys; sys.path += {paths!r}; from secure_fvi.deployment.fenced import {name}; {entry}"
+    start = f"import gc, sys; gc.disable(); sys.path += {paths!r}; from secure_fvi.deployment.fenced import {name}"
+    start += f"; gc.freeze(); gc.enable(); {entry}"  # what imports made is no garbage, and going through it takes long
     return [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", start]
 
 

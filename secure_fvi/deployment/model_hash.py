@@ -382,6 +382,7 @@ def _distributions() -> dict[str, list[str]]:
     return {name: sorted(set(found)) for name, found in packages_distributions().items()}
 
 
+@cache
 def public_version(distribution: str) -> str:
     """A distribution's version without its build: CPU and CUDA builds of one version count as the same."""
     return version(distribution).partition("+")[0]

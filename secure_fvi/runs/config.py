@@ -532,17 +532,21 @@ def checked(hint: Any, value: Any, key: str) -> Any:
     JSON's strict rules are the ones wanted: a whole number passes for a float and a list for a tuple, but a
     string never passes for a number nor true for 1.
     """
-    adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
     try:
-        return adapter.validate_json(json.dumps(value, default=str), strict=True)
+        return _adapter(hint).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         raise InputError(first_error(error, value, key)) from error
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
 
 
 def resolved(instance: Any) -> dict[str, Any]:
     """All options of a dataclass that a file can hold, defaults included; the inverse of `build`."""
     table: dict[str, Any] = {}
-    hints = get_type_hints(type(instance))
+    hints = _hints(type(instance))
     for f in dataclasses.fields(instance):
         value = getattr(instance, f.name)
         if dataclasses.is_dataclass(value):
