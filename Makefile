@@ -30,9 +30,10 @@ demo: .venv/.installed
 	$(BIN)/secure-fvi compare runs/demo/hub/run $(foreach site,north south east,--table $(site)=runs/demo/$(site)/$(site).csv) --draws 400; \
 	done=$$?; wait $$audit; audited=$$?; cat runs/demo-audit/said.txt; exit $$((done + audited))
 
-# Two workers on two cores: a second thread in either would wait for the other's.
+# Two workers on two cores: a second thread in either would wait for the other's. Bytecode is kept whatever the user's own
+# setting, since each worker, and each process that a test starts, would compile the package and the tests anew.
 test: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 # Mutated messages to every decoder and party, for as long as one likes.
 SECONDS ?= 3600

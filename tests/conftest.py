@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from secure_fvi.program_density import ProgramDensity
 torch.set_default_dtype(torch.float64)
 # Small kernels on few cores: more threads only wait for each other.
 torch.set_num_threads(1)
+# pytest listens to loggers that hand nothing on; PyTorch then writes down every tensor of a trace, with the stack.
+logging.getLogger("torch.__trace").propagate = True
 # A collection of garbage goes through all that the imports have made, a fifth of a second each time: they make none.
 gc.disable()
 

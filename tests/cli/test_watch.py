@@ -24,7 +24,7 @@ program = "six-cities"
 count = 3
 [algorithm]
 name = "sfvi"
-iterations = 120
+iterations = 18
 [run]
 compile = false
 [privacy]
@@ -66,8 +66,8 @@ def token(server: Watch) -> str:
 
 def test_the_state_of_a_run(run: Path) -> None:
     state = snapshot(run)
-    assert (state["state"], state["algorithm"], state["round"], state["cohort"]) == ("finished", "sfvi", 120, 3)
-    assert (state["name"], state["rounds"]) == ("out: six-cities", 120)
+    assert (state["state"], state["algorithm"], state["round"], state["cohort"]) == ("finished", "sfvi", 18, 3)
+    assert (state["name"], state["rounds"]) == ("out: six-cities", 18)
     assert state["job"] == json.loads((run / "run.json").read_text())["job"]
     assert (state["standing"], state["r_hat"]) == ("not assessed", None)
     assert len(state["budgets"]) == 3
