@@ -88,10 +88,11 @@ NOT_NORMAL = "the prior is not normal (in unconstrained space), which is not int
 #: Draws of the curvature, in up to so many numbers together, and at least.
 _DRAWS, _NUMBERS, _FEWEST = 160, 200_000, 32
 #: The power of the likelihood under which they begin, and sweeps there and at its end; the share of draws that is worth
-#: something after a step; ratio of two powers that are the same; pairs at most that each dimension is in, in a sweep.
-_POWER, _SETTLE, _WORTH, _SAME_POWER, _TURNS = 1 / 300, 4, 0.5, 1.001, 16
-#: Share of noise off the diagonal from which it counts as more.
-_SPARED = 1e-9
+#: something after a step; the least ratio of powers of a step, and one that is none; pairs at most that each dimension
+#: is in, in a sweep.
+_POWER, _SETTLE, _WORTH, _STEP, _SAME_POWER, _TURNS = 1 / 300, 4, 0.5, 1.05, 1.001, 16
+#: Share of noise off the diagonal from which it counts as more; of the most precise entry, up to which one is unseen.
+_SPARED, _UNSEEN = 1e-9, 1e-8
 #: Made records at which the program is looked at.
 _MADE = 4
 _SEED = 20_250_503
@@ -324,7 +325,7 @@ def _integrated(
     told: _Told, g: Tensor, at: Tensor, variance: float, excess: float, prior: Natural, rounds: int
 ) -> NoiseAware | str:
     """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues)."""
-    values, vectors = _curvatures(told, _LEAST * float(prior.precision.diagonal().mean()))
+    values, vectors = _curvatures(told, float(prior.precision.diagonal().mean()))
     drawn, vectors = (vectors * values.unsqueeze(1)) @ vectors.mT, told.basis @ vectors
     spread = variance * (1 + (excess - 1) * values / values.mean(1, keepdim=True).clamp(min=1e-300))
     bent = _bent(drawn, told.strayed).unsqueeze(1) * values
@@ -370,16 +371,23 @@ def _symmetric(matrix: Tensor) -> Tensor:
     return 0.5 * (matrix + matrix.mT)
 
 
-def _curvatures(told: _Told, least: float) -> tuple[Tensor, Tensor]:
-    """Draws of H's posterior, in told's basis: eigenvalues (K, n), at least `least`, and eigenvectors (K, n, n).
+def _curvatures(told: _Told, prior: float) -> tuple[Tensor, Tensor]:
+    """Draws of H's posterior, in told's basis: eigenvalues (K, n) and eigenvectors (K, n, n). prior: its curvature.
 
     Sequential Monte Carlo (Del Moral, Doucet and Jasra 2006): from the likelihood to a small power, under which any
     direction may be one of no curvature, to the likelihood itself, at each power some sweeps of Gibbs' sampler. One
     chain at the likelihood would stay with the directions that it began with.
     """
     n, rng = len(told.estimate), np.random.default_rng(_SEED)
+    # What no broadcast moved along is taken for none.
+    unseen = told.precision < _UNSEEN * told.precision.max()
+    precision = torch.where(unseen, told.precision.new_tensor(prior**-2), told.precision)
+    told = told._replace(estimate=told.estimate.masked_fill(unseen, 0), precision=precision)
+    # Of a direction of which nothing is known three quarters, in the logarithm, are less than the prior.
+    most = float((told.estimate.diagonal() + _AROUND * told.precision.diagonal().rsqrt()).max())
+    least = prior * min(_LEAST, (prior / most) ** 3)
     many, power = max(_FEWEST, min(_DRAWS, _NUMBERS // n**2)), _POWER
-    noise = _normals((many, n, n), rng) / (power * told.precision.clamp(min=1e-300)).sqrt()
+    noise = _normals((many, n, n), rng) / (power * told.precision).sqrt()
     values, vectors = torch.linalg.eigh(told.estimate + noise)
     values = values.clamp(min=least)
     for _ in range(_SETTLE):
@@ -402,7 +410,7 @@ def _raised(fits: Tensor, power: float) -> tuple[float, Tensor]:
     def weights(to: float) -> Tensor:
         return ((to - power) * fits).softmax(0)
 
-    low, high = power, 1.0
+    low, high = min(1.0, _STEP * power), 1.0
     while high / low > _SAME_POWER:
         middle = math.sqrt(low * high)
         enough = 1 / float(weights(middle).square().sum()) >= _WORTH * len(fits)

@@ -545,6 +545,17 @@ def test_broadcasts_that_are_a_walk_of_the_noise_give_no_interval() -> None:
     assert given[1] == 40
 
 
+def test_broadcasts_that_do_not_move_along_a_number_tell_nothing_of_it() -> None:
+    """Of three numbers one is asked at the same place in all rounds: its interval is the prior's, and soon found."""
+    rng = torch.Generator().manual_seed(0)
+    z, noise = torch.randn(2, 200, 3, generator=rng, dtype=torch.float64)
+    z = z * torch.tensor([0.1, 0.1, 0.0])
+    prior = Natural(torch.zeros(3).double(), torch.eye(3).double())
+    found = noise_aware.of_gradients(*coverage.traced(z, 10 * noise - 1000 * z, 100.0), prior, 5.0, True)
+    assert not isinstance(found, str)
+    assert found.covariance.diagonal()[:2].max() < 0.01 < 0.5 < found.covariance[2, 2]
+
+
 def test_the_summary_names_what_is_mostly_the_prior() -> None:
     x = torch.randn(400, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     x[:, 1] *= 0.1
