@@ -84,9 +84,7 @@ class Walk:
             raise _Refused
         kind, width, count = head
         at += 1
-        if width:
-            if at + width > len(data):
-                raise _Refused
+        if width:  # one that is cut off ends behind the data, as does whatever it states
             count = int.from_bytes(data[at : at + width], "big")
             at += width
         self.at = at

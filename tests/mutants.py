@@ -97,7 +97,7 @@ PARTS = {
 _REFUSING = re.compile(r"_*(require|refuse|check|verify|forbid|must|expect|ensure|reject)(_|$)")
 _FAULT = re.compile(r"_*fault$")
 #: Tests of one mutant: no more than so many, and than so many recorded seconds.
-MOST_TESTS, MOST_SECONDS = 40, 60.0
+MOST_TESTS, MOST_SECONDS = 120, 60.0
 
 
 class Refusal(NamedTuple):

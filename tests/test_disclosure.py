@@ -80,6 +80,18 @@ def test_each_disclosure_follows_from_its_options(
         assert any(f"'{name}': {DISCLOSURES[name]}" in line for line in disclosure_lines(found))
 
 
+def test_what_is_named_as_the_cure_of_equations_is_one() -> None:
+    """The job is refused as it stands; each of the three that the refusal names is not, and two of them show nobody."""
+    with pytest.raises(InputError, match=r"reveal_changes = true .*'synchronous'.*, or use noise that the"):
+        disclose(sf.PVI(schedule="asynchronous", rounds=5), sf.Masked(), None, 6)
+    assert "single_silos" in disclose(OPEN, sf.Masked(), None, 6).kinds
+    noise = sf.SiloDP(noise="silo", **RECORD)
+    for algorithm, privacy in ((sf.PVI(rounds=5), None), (sf.PVI(schedule="asynchronous", rounds=5), noise)):
+        found = disclose(algorithm, sf.Masked(), privacy, 6)
+        assert "single_silos" not in found.kinds
+        assert not found.solvable
+
+
 def test_a_policy_may_list_each_disclosure_and_nothing_else() -> None:
     assert set(get_args(Allowed)) == set(DISCLOSURES)
 

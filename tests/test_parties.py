@@ -16,10 +16,13 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms.base import Broadcast, choose_cohort
-from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, DataError, InputError, ProtocolError
+from secure_fvi.federated_model import Records
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.gate import Gate
+from secure_fvi.randomness import KeyedDraws
+from secure_fvi.silo import silo_view
 
 
 def _reachable_tensors(root: object) -> list[Tensor]:
@@ -227,6 +230,22 @@ def test_cohorts_are_drawn_fairly_and_repeatably() -> None:
     counts = [sum(s in cohort for cohort in drawn) for s in silos]
     assert all(abs(c - 900) < 5 * np.sqrt(3000 * 0.3 * 0.7) for c in counts)
     assert choose_cohort(silos, 10, 7, 0) == silos
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 1], [0, 5, -2], [4, 0, 7]])
+def test_records_of_one_id_would_share_their_draws(ids: list[int]) -> None:
+    """So would one that has the spare row's, -2: both are refused, by count alone. The control: of such draws two are
+    the same, and of the last's none are."""
+    problem = make_intercepts()
+    server = build_parties(problem.model, problem.silos, sf.SFVI(iterations=1), sf.Plain(), compile=False)[0]
+    given, records = np.array(ids), Records({"y": problem.silos[0]["y"][:3].double()}, 3)
+    drawn = KeyedDraws(b"s" * 32, b"records", np.append(given, -2)).uniforms(0, 2)[0]
+    if len(np.unique(drawn, axis=0)) == 4:
+        view = silo_view("a", server.problem, records, given, b"s" * 32)
+        assert np.array_equal(view.record_draws.uniforms(0, 2)[0], drawn)
+        return
+    with pytest.raises(DataError, match=r"must be different whole numbers of at least 0; in [12] of 3 rows"):
+        silo_view("a", server.problem, records, given, b"s" * 32)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,34 @@ def test_phases_come_in_their_order_and_number() -> None:
                 tell(silo, again)
 
 
+@pytest.mark.usefixtures("few_draws", "untraced")
+@pytest.mark.parametrize("named", [True, False])
+def test_what_the_job_does_not_have_is_refused_whoever_is_named(named: bool) -> None:
+    """Whom a broadcast is for follows from its round and phase where it names nobody: these have to be the job's before
+    that is looked up. The control is the honest question, of the same form."""
+    algorithm = sf.SFVIAvg(rounds=2, local_steps=2, bures_iterations=2, tolerance=0.0, family="full")
+    server, engine, silo = parties(algorithm)
+    for _ in range(2):
+        engine.run(server.round())
+    message, before = asked(server), (silo.past, silo.pending)
+    assert (message.phase, message.scalars["iteration"]) == ("bures", 1.0)
+
+    def ask(said: Broadcast) -> bytes:
+        return silo.handle(ROUND + encode_broadcast(said, None if named else said.cohort))
+
+    for lie, words in (
+        (message._replace(phase="other"), "the algorithm has no phase of the given name"),
+        (message._replace(round=2), "the job has no round 2 with this phase"),
+        (message._replace(round=2**62), f"the job has no round {2**62} with this phase"),
+        (message._replace(scalars={**message.scalars, "iteration": 3.0}), "no such iteration of phase 'bures'"),
+        (message._replace(scalars={**message.scalars, "iteration": 1.5}), "no such iteration of phase 'bures'"),
+    ):
+        with pytest.raises(ProtocolError, match=words):
+            ask(lie)
+        assert (silo.past, silo.pending) == before
+    assert ask(message)
+
+
 @pytest.mark.parametrize(
     "limits", [Limits(), Limits(missing=1), Limits(differences=9), Limits(missing=1, differences=2)]
 )
@@ -531,6 +559,77 @@ def test_a_failure_is_nobodys_in_masked_sums(alone: bool, algorithm: Any, monkey
     assert len(tell(silo, following)) == len(replies[NAME])
     assert silo.past.failed
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("whose", ["its site's", "nobody's", "the server's", "its gate's"])
+def test_only_a_spoilt_total_hides_whose_data_could_not_answer(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts for nothing must look like any other contribution: under masks, from a silo whose site is told. One
+    that nobody is told for, whose sums the server sees, or whose answers get noise, refuses, once, and then whatever
+    else is asked. The control is the first, which answers on."""
+    aggregation = sf.Plain() if whose == "the server's" else sf.Masked()
+    problem, privacy, told = make_intercepts(), DP if whose == "its gate's" else None, list[object]()
+    server, engine, _ = build_parties(
+        problem.model, problem.silos, sf.SFVI(iterations=6), aggregation, privacy=privacy, compile=False
+    )
+    engine.run(server.round())
+    silo, message = engine.silos[NAME], asked(server)
+    silo.on_unfit = None if whose == "nobody's" else told.append
+
+    def past_its_bound(*_: Any) -> Any:
+        raise BoundError("its part of 'direct' exceeds the declared bound")
+
+    monkeypatch.setattr(silo, "_contribution", past_its_bound)
+    alone = whose == "its site's"
+    with nullcontext() if alone else pytest.raises(AggregationError, match="exceeds the declared bound"):
+        tell(silo, message)
+    assert len(told) == alone
+    following = used(message._replace(round=2, sum_index=message.sum_index + 1), message.sum_index, 1)
+    following = following._replace(accepted=dict.fromkeys(message.cohort, message.sum_index))
+    with nullcontext() if alone else pytest.raises(ProtocolError, match="begin another job"):
+        tell(silo, following)
+    assert silo.past.failed
+
+
+@pytest.mark.parametrize(
+    ("error", "year", "uncentred"),
+    [
+        (BoundError("past its bound"), 2000.0, True),
+        (BoundError("past its bound"), 0.0, False),
+        (FloatingPointError(), 2000.0, None),
+    ],
+)
+def test_a_refusal_says_whether_a_column_is_far_from_zero(
+    error: Exception, year: float, uncentred: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fit` then tries no other algorithm. Said of a contribution past its bound alone: what cannot be computed has
+    other causes. The controls are the same column about its mean, and the other error."""
+    server, _, silo = parties()
+    rows = dict(silo.view.rows)
+    rows["year"] = year + torch.arange(-3.0, 4.0).repeat(8)[: len(rows["y"])]
+    silo.view = silo.view._replace(rows=rows)
+
+    def failing(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(silo, "_contribution", failing)
+    with pytest.raises(AggregationError) as caught:
+        tell(silo, asked(server))
+    assert isinstance(caught.value, BoundError) is (uncentred is not None)
+    assert getattr(caught.value, "uncentred", None) is uncentred
+
+
+def test_a_total_that_is_none_moves_nothing_whatever_its_numbers_are() -> None:
+    """A spoilt total is uniform over the ring, so that a small sum's few numbers may all lie within their bounds: its
+    zeros tell. The control is the same total with zeros."""
+    server, _, _ = parties()
+    program, message, state = server.program, asked(server), server.state.algorithm
+    honest = np.zeros(program.tables["round"].size)
+    assert program.update(state, message, honest.copy(), 1.0)[0].round == state.round + 1
+    for at, value in ((-1, 1e-5), (-2, -1.0), (-1, np.nan)):
+        spoilt = honest.copy()
+        spoilt[at] = value
+        with pytest.raises(AggregationError, match="round 0: some silo's data could not answer"):
+            program.update(state, message, spoilt, 1.0)
 
 
 @pytest.mark.parametrize("unused", [0, 1, None])

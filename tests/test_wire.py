@@ -184,7 +184,10 @@ class Case(NamedTuple):
 
 
 SHAPES = {
-    "row": Case(wire.Row(wire.whole(), wire.flag), [[1, True]], [[1], [1, True, 1], [1, 1], {}, b"12"], [[-1, True]]),
+    # A table of one entry has the same bytes behind its head.
+    "row": Case(
+        wire.Row(wire.whole(), wire.flag), [[1, True]], [[1], [1, True, 1], [1, 1], {1: True}, b"12"], [[-1, True]]
+    ),
     "list": Case(wire.Listed(wire.whole(9), 3, 1), [[1], [1, 2, 3]], [[], [1] * 4, [[1]], {1: 2}, b"1", None], [[9]]),
     "list of binary": Case(wire.Listed(wire.binary(2)), [[], [b"ab"] * 3], [[b"ab", b"abc"], [b"ab", "ab"], b"ab"], []),
     "list of long ones": Case(wire.Listed(wire.binary(300)), [[bytes(300)] * 2], [[bytes(300), bytes(299)]], []),
@@ -244,6 +247,23 @@ def test_a_walk_takes_no_more_than_stands_there() -> None:
             wire.begun(data, wire.Limit())
 
 
+def test_an_array_has_as_many_elements_as_it_says() -> None:
+    """Whoever goes over them one by one is told no number that the bytes cannot hold."""
+    for head in (b"\x93", b"\xdc\x00\x03", b"\xdd\x00\x00\x00\x03"):
+        assert wire.array(wire.begun(head + b"\x01\x02\x03", wire.Limit())) == 3
+        for cut in (head + b"\x01\x02", head, head[:-1]):
+            assert wire.array(wire.begun(cut, wire.Limit())) is None, cut
+
+
+def test_bytes_may_state_their_length_at_length() -> None:
+    """A list of short ones is gone over at once, where all state their length in one byte; else one by one."""
+    listed, long = wire.Row(wire.Listed(wire.binary(2)), wire.whole()), b"\xc5\x00\x02"
+    for data in (b"\xc4\x02ab\xc4\x02cd", long + b"ab" + long + b"cd", b"\xc4\x02ab" + long + b"cd"):
+        assert wire.decode(b"\x92\x92" + data + b"\x01", listed) == [[b"ab", b"cd"], 1]
+        assert wire.fits(wire.begun(b"\x92\x92" + data + b"\x01", wire.Limit()), listed)
+        assert not wire.fits(wire.begun(b"\x92\x93" + data + b"\x01", wire.Limit()), listed)
+
+
 def test_parties_that_speak_no_common_version_are_named() -> None:
     assert wire.agreed({"server": (9, 10), "north": (10, 11)}) == 10
     with pytest.raises(ProtocolError, match="server 9 or 10, north 11"):
@@ -263,9 +283,15 @@ def test_a_long_message_that_is_out_of_shape_is_never_built(monkeypatch: pytest.
     ):
         with pytest.raises(ProtocolError):
             unpack_any(bad)
+    listed, long = wire.Listed(wire.binary()), [bytes(wire.SHORT)] * 2
+    monkeypatch.setattr(wire, "built", lambda data: built.append(data) or msgpack.unpackb(data))
+    for bad in ([*long, 1], {1: long}):
+        with pytest.raises(ProtocolError, match="is not of the form"):
+            wire.decode(msgpack.packb(bad), listed)
     assert built == []
     assert unpack_any(pack(good)) == good
-    assert len(built) == 1
+    assert wire.decode(msgpack.packb(long), listed) == long
+    assert len(built) == 2
 
 
 def test_own_files_are_checked_too() -> None:

@@ -179,22 +179,24 @@ class Order(NamedTuple):
 
     def asked(self, round_: int, phase: str) -> tuple[str, ...]:
         """The silos that the job asks. Raises ProtocolError for a round or a phase that it does not have."""
-        if phase not in self.phases:
-            raise ProtocolError("the algorithm has no phase of the given name")
-        if round_ not in self.phases[phase].rounds:
-            raise ProtocolError(f"the job has no round {round_} with this phase")
+        self._phase(round_, phase)
         return self.cohort(round_, phase)
 
     def question(self, message: Broadcast) -> Question:
         """What `message` asks. Raises ProtocolError for what the job never asks, or not in this form."""
-        phase = self.phases.get(message.phase)
-        if phase is None:
-            raise ProtocolError("the algorithm has no phase of the given name")
+        phase = self._phase(message.round, message.phase)
         iteration = message.scalars.get(ITERATION, 0) if phase.repeats else 0
-        if message.round not in phase.rounds or iteration not in phase.iterations:
-            raise ProtocolError(f"the job has no round {message.round} with this phase, or no such iteration of it")
+        if iteration not in phase.iterations:
+            raise ProtocolError(f"the job has no such iteration of phase '{message.phase}'")
         self.forms[message.phase].check(message)
         return Question(message.round, list(self.phases).index(message.phase), int(iteration))
+
+    def _phase(self, round_: int, name: str) -> Phase:
+        if name not in self.phases:
+            raise ProtocolError("the algorithm has no phase of the given name")
+        if round_ not in self.phases[name].rounds:
+            raise ProtocolError(f"the job has no round {round_} with this phase")
+        return self.phases[name]
 
     def between(self, last: Question, following: Question) -> Iterator[tuple[Question, str]]:
         """The questions of the job's rounds after one and before another, with their phases."""

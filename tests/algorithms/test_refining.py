@@ -1175,6 +1175,10 @@ LINE = torch.tensor([[-3000.0, 0.0], [1.0, 1e-6]]).double()
         (lambda q: [_like(q), _swapped(_like(q, 1.0, 2.0))], True),  # components of a mixture change places
         (lambda q: [_like(q, torch.tensor([30.0, 15.0]))], True),  # on a line of the final sum
         (lambda q: [_like(q), _like(q, torch.tensor([2000.0, 2000.0]))], False),
+        (lambda q: [_like(q, times=9.9)], True),
+        (lambda q: [_like(q, times=10.1)], False),  # too wide
+        (lambda q: [_like(q, times=0.11)], True),
+        (lambda q: [_like(q, times=0.09)], False),
         (lambda q: [_like(q, times=0.0)], False),  # one point of the server's
         (lambda q: [_like(q, times=LINE)], False),
         (lambda q: [_like(q), _like(q, times=1e-9)], False),

@@ -240,10 +240,27 @@ def test_prediction_is_the_sum_of_the_silos() -> None:
         result.log_predictive({**by_silo, "silo-2": {"x": columns[1]["x"][:3]}}, y)
 
 
+def test_new_people_have_the_columns_of_the_fit() -> None:
+    """At each silo, under the names that its program reads, and of at least one draw. The control is theirs."""
+    result, (columns, _) = _fit(Vertical(rounds=2)), _data()
+    own, x = result.local["silo-1"], columns[0]["x"]
+    assert own.eta({"x": x}, 2).shape == (2, N, 1)
+    for rows in ({"z": x}, {"x": x, "z": x}, {}):
+        with pytest.raises(InputError, match="silo 'silo-1': give the columns x, not"):
+            own.eta(rows, 2)
+    for draw in (own.sample, lambda n: own.eta({"x": x}, n)):
+        with pytest.raises(InputError, match="the number of draws must be at least 1, not 0"):
+            draw(0)
+
+
 def test_bad_input_is_refused() -> None:
     columns, y = _data()
     with pytest.raises(InputError, match="align"):
         sf.fit(sf.Columns(Bernoulli(), y), [columns[0], {"x": columns[1]["x"][:9]}])
+    with pytest.raises(InputError, match=r"silo 'silo-1': all tensors must have one row a record, but sizes are .*9"):
+        sf.fit(sf.Columns(Bernoulli(), y), [{**columns[0], "z": y[:9]}, columns[1]])
+    with pytest.raises(InputError, match="silo 'silo-2': no records"):
+        sf.fit(sf.Columns(Bernoulli(), y), [columns[0], {"x": columns[1]["x"][:0]}])
     with pytest.raises(InputError, match="NaN"):
         sf.fit(sf.Columns(Bernoulli(), y), [columns[0], {"x": columns[1]["x"] * torch.nan}])
     with pytest.raises(InputError, match="0 and 1"):
