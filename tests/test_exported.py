@@ -520,10 +520,10 @@ BOMBS: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_a_graph_that_would_take_all_time_or_memory_is_refused_before_it_does(case: str, content: bytes) -> None:
     """The control is the same graph with one harmless step of the kind."""
     bomb, why = BOMBS[case]
-    began = time.monotonic()
+    began = time.process_time()  # others share the cores
     with pytest.raises(InputError, match=why):
         read_program(altered(content, bomb), LINE)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     read_program(altered(content, _chained(["aten.full.default", [[9], 0.0], {}], lambda at: [], 0)), LINE)
 
 

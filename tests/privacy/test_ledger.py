@@ -34,6 +34,30 @@ def test_a_job_is_charged_whole_and_nothing_comes_back(tmp_path: Path) -> None:
     assert after.jobs[0].outcome == "stopped early"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["PRAGMA user_version = 99"],
+        ["ALTER TABLE rows RENAME TO kept", "CREATE VIEW rows AS SELECT * FROM kept WHERE seq = 0"],
+        ["CREATE TRIGGER fewer AFTER INSERT ON rows BEGIN DELETE FROM rows; END"],
+        ["DROP TABLE rows"],
+        [],
+    ],
+)
+def test_a_file_of_another_form_is_no_ledger(tmp_path: Path, changes: list[str]) -> None:
+    """Of another version, or with a program of somebody's in it: neither read nor written. The control is the ledger as
+    it was made, and that SQLite takes each change."""
+    new_ledger(tmp_path).close()
+    tamper(tmp_path, *changes)
+    path = tmp_path / "ledger.sqlite"
+    if not changes:
+        assert read_ledger(path)["a"].length == 2
+        return
+    for read in (lambda: read_ledger(path), lambda: Ledger.open(path, "a")):
+        with pytest.raises(InputError, match="is no ledger of this version"):
+            read()
+
+
 def test_a_job_that_does_not_fit_is_refused_with_numbers_and_nothing_is_written(tmp_path: Path) -> None:
     ledger = new_ledger(tmp_path)
     ledger.open_job(gaussian_job())
