@@ -39,10 +39,21 @@ class Clock:
         return [f"{total - checks:.1f} s + {checks:.1f} s of signature checks" for total, checks in steps]
 
 
+class Lost(frozenset):
+    """Silos that do not answer. met: whether one of them was asked."""
+
+    met = False
+
+    def __contains__(self, silo):
+        found = super().__contains__(silo)
+        self.met = self.met or found
+        return found
+
+
 def run(monkeypatch, count, size, stage, **options):
     """One sum with 10% lost at `stage`; the survivors' total must be exact to the ring's resolution."""
     ids = names(count)
-    away = set(ids[::10])
+    away = Lost(ids[::10])
     server, silos = local_parties(Masked(bits=32, batch=2, max_missing=len(away), **options), ids)
     table = BlockTable((Block("g", (size,), 1.0), Block("n", (1,), 1000.0, integer=True)))
     rng = np.random.default_rng(0)
@@ -55,6 +66,7 @@ def run(monkeypatch, count, size, stage, **options):
     check = options.get("consistency_check", True)
     lost = {"sign": [away, away], "reveal": [(), away] if check else [away]}.get(stage, [])
     total = carry(server.total(0, ids, table, messages, CONTEXT), silos, lost)
+    assert away.met or stage == "nowhere"
     clock.mark()
     prepared, summed = clock.parts()
     print(f"\n{server.neighbourhood}")
