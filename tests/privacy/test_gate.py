@@ -21,7 +21,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.aggregation.base import Block
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError, RecordError
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.events import PoissonSampled, Skellam
 from secure_fvi.privacy.gate import SYSTEM_SOURCE, Gate, NoiseSource, RecordRelease, curated
@@ -134,14 +134,20 @@ def test_nothing_goes_around_the_gate() -> None:
         Gate("here", {"round": gate.table}, {"round": terms})
 
 
-def test_nothing_is_released_where_nothing_is_left() -> None:
-    def broke(phase: str, index: int) -> None:
-        raise BudgetError("spent")
+@pytest.mark.parametrize(
+    ("error", "raised"), [(BudgetError("spent"), BudgetError), (InputError("the ledger was moved"), RecordError)]
+)
+def test_nothing_is_released_where_nothing_is_left_or_charged(error: Exception, raised: type[Exception]) -> None:
+    """A ledger that cannot be used is not taken for a fault of the data, of which a silo under privacy says nothing."""
 
-    terms = record_terms()
-    gate = Gate("here", {"round": terms.table([Block("direct", (SHARED,), 1.0)], [])}, {"round": terms}, broke)
-    with pytest.raises(BudgetError):
+    def broke(phase: str, index: int) -> None:
+        raise error
+
+    gate = make_gate(record_terms())
+    gate._charge = broke
+    with pytest.raises(raised, match=str(error)):
         releases(gate, torch.zeros(1, SHARED + HIDDEN))
+    assert gate.paid == 0
 
 
 def test_noise_is_new_in_every_release_and_ignores_torch_seeds() -> None:
