@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -51,6 +52,22 @@ def test_a_server_holds_its_folder(world: World) -> None:
     with home.hold(), pytest.raises(InputError, match="in use by another process of the server 'hub'"):
         home.hold()
     home.hold().close()
+
+
+def test_a_folder_that_cannot_be_closed_to_others_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system without owners. The control: where it can be closed it is, and is held."""
+    home = world.homes["north"]
+    home.path.chmod(0o755)
+
+    def refused(path: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "chmod", refused)
+        with pytest.raises(InputError, match=r"open to others than its owner .*chmod 700"):
+            home.hold()
+    home.hold().close()
+    assert home.path.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
