@@ -383,9 +383,7 @@ def _curvatures(told: _Told, prior: float) -> tuple[Tensor, Tensor]:
     unseen = told.precision < _UNSEEN * told.precision.max()
     precision = torch.where(unseen, told.precision.new_tensor(prior**-2), told.precision)
     told = told._replace(estimate=told.estimate.masked_fill(unseen, 0), precision=precision)
-    # Of a direction of which nothing is known three quarters, in the logarithm, are less than the prior.
-    most = float((told.estimate.diagonal() + _AROUND * told.precision.diagonal().rsqrt()).max())
-    least = prior * min(_LEAST, (prior / most) ** 3)
+    least = _least(prior, float((told.estimate.diagonal() + _AROUND * told.precision.diagonal().rsqrt()).max()))
     many, power = max(_FEWEST, min(_DRAWS, _NUMBERS // n**2)), _POWER
     noise = _normals((many, n, n), rng) / (power * told.precision).sqrt()
     values, vectors = torch.linalg.eigh(told.estimate + noise)
@@ -402,6 +400,12 @@ def _curvatures(told: _Told, prior: float) -> tuple[Tensor, Tensor]:
     for _ in range(_SETTLE):
         values, vectors = _swept(told, power, least, values, vectors, rng)
     return values, vectors
+
+
+def _least(prior: float, most: float) -> float:
+    """The least eigenvalue. most: the largest that may be; where nothing is known three quarters of what is between, in
+    the logarithm, are less than the prior's curvature."""
+    return prior * min(_LEAST, (prior / most) ** 3)
 
 
 def _raised(fits: Tensor, power: float) -> tuple[float, Tensor]:
