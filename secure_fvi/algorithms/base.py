@@ -298,7 +298,7 @@ class NoiseAware(NamedTuple):
     error: float  # standard error of the likelihood's curvature, over the curvature
     rounds: int  # that it was learned from
     cut: float = math.nan  # share of records (or silos) whose gradients are cut, at most; NaN: nothing public tells
-    hidden: Tensor | None = None  # (n_global,) whether more than half of the prior's variance is left
+    hidden: Tensor | None = None  # (n_global,) whether more than 40% of the prior's variance is left
 
 
 class Posterior(NamedTuple):

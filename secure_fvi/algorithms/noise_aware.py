@@ -20,7 +20,9 @@ Hidden directions. Along a direction of which no record says anything broadcasts
 on a walk looks like curvature. A prior that ties all directions to one size takes that for curvature, one that has
 single columns in mind takes it so along a sum of columns, as of a duplicate or of an intercept and all levels of a
 factor. With any direction free to be of none, intervals are as wide as the prior's along it. Where all directions of
-SFVI together stand out from the noise no more than those of a walk there is none (`LEAST_SEEN`).
+SFVI together stand out from the noise no more than those of a walk there is none (`LEAST_SEEN`). Directions are alike
+in the numbers' own units: where one is not told and priors differ much, draws of it lean into numbers whose prior is
+narrow, which then seems to say something of it. There is none then either (`MOST_UNLIKE`).
 
 No parabola. Broadcasts of variance S around their mean show gradients that are smoothed over them, which are zero
 elsewhere: of a logistic regression further out, at estimates that are too large. To third order they are off by
@@ -83,6 +85,13 @@ MOST_BENT = 1.0
 #: their priors', in the median; and, where totals vary by more than so many times their noise, half of that, and the
 #: variance of a record's linear predictor over broadcasts, over that of its own noise.
 _NO_LINE, MOST_WANDER, MOST_VARIED, MOST_SWAY = 4.0, 1.0, 2.0, 1.0
+#: How many times priors' sds may differ where, in more than that share of draws, some direction is untold.
+MOST_UNLIKE, _UNTOLD = 4.0, 0.05
+#: Why there is none of PVI where the likelihood is no parabola.
+NO_PARABOLA = (
+    "the likelihood is no parabola, so that the noised sum of the sites of a round, each found around another q than "
+    "the last, is not the likelihood's near the end; SFVI counts the noise there"
+)
 #: Why there is none under a prior that is not.
 NOT_NORMAL = "the prior is not normal (in unconstrained space), which is not integrated"
 #: Draws of the curvature, in up to so many numbers together, and at least.
@@ -99,8 +108,8 @@ _SEED = 20_250_503
 #: Of an eigenvalue of H: the least, over the prior's curvature; points of its grid in the logarithm, and around where
 #: the likelihood is largest; so many standard errors to either side. And half a normal's central 95%, in sds.
 _LEAST, _FAR, _NEAR, _AROUND, _NEARLY, _CENTRAL = 1e-8, 16, 48, 6.0, 0.2, 1.959964
-#: Share of the prior's variance from which an interval is mostly the prior's.
-_MOSTLY = 0.5
+#: Share of the prior's variance from which an interval is mostly the prior's: a bit less than a duplicate's.
+_MOSTLY = 0.4
 #: Rounds a dimension that `widening` asks for, the least eigenvalue of a curvature's correlations, and how many times
 #: its expectation what error adds is taken off.
 _ROUNDS_EACH, _LEAST_VALUE, _TAKEN_OFF = 3, 1e-8, 4.0
@@ -326,6 +335,13 @@ def _integrated(
 ) -> NoiseAware | str:
     """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues)."""
     values, vectors = _curvatures(told, float(prior.precision.diagonal().mean()))
+    curvatures = torch.linalg.eigvalsh(prior.precision)
+    unlike, untold = float(curvatures[-1] / curvatures[0]) ** 0.5, (values.amin(1) < curvatures[0]).double().mean()
+    if unlike > MOST_UNLIKE and untold > _UNTOLD:
+        return (
+            f"the noise hides some direction, and priors' sds differ by {unlike:.2g} times ({MOST_UNLIKE:g} at most "
+            "then); columns of one scale with priors alike would do, or more records, a larger epsilon or more rounds"
+        )
     drawn, vectors = (vectors * values.unsqueeze(1)) @ vectors.mT, told.basis @ vectors
     spread = variance * (1 + (excess - 1) * values / values.mean(1, keepdim=True).clamp(min=1e-300))
     bent = _bent(drawn, told.strayed).unsqueeze(1) * values

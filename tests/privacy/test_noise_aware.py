@@ -551,6 +551,52 @@ def test_broadcasts_that_are_a_walk_of_the_noise_give_no_interval() -> None:
     assert given[1] == 40
 
 
+def test_where_priors_differ_much_no_direction_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column twice, and priors of which some are thirty times narrower: refused. In the control, given, fewer than .8
+    of the two intervals cover. With priors alike they are given and the summary would name them; uneven priors are no
+    reason where all is told."""
+    monkeypatch.setattr(noise_aware, "_DRAWS", 160)
+    rng = torch.Generator().manual_seed(8)
+    sd = torch.tensor([0.03, 0.03, 0.03, 1.0, 1.0, 1.0], dtype=torch.float64)
+    x = torch.randn(6, 6, generator=rng, dtype=torch.float64)
+    told = x @ x.mT * 200 + 1000 * torch.eye(6)
+    hidden = told.clone()
+    hidden[:, 5], hidden[5] = hidden[:, 4].clone(), hidden[4].clone()
+    hidden[5, 5] = hidden[4, 5] = hidden[5, 4] = hidden[4, 4]
+
+    def found(curvature: Tensor, sd: Tensor) -> tuple[Any, Tensor]:
+        root = torch.linalg.cholesky(curvature + 1e-6 * torch.eye(6))
+        z, r = torch.randn(2, 6, generator=rng, dtype=torch.float64)
+        z = sd * z
+        noise = 100.0 * torch.randn(packed_size(6, True), generator=rng, dtype=torch.float64)
+        seen = unpack(Natural(curvature @ z + root @ r, curvature).pack() + noise, 6, True)
+        of = noise_aware.of_sites(seen, 1e4, Natural(torch.zeros(6).double(), torch.diag(sd**-2)))
+        return of, z
+
+    assert "priors' sds differ by 33 times" in str(found(hidden, sd)[0])
+    alike = found(hidden, torch.ones(6).double())[0]
+    assert alike.hidden[4:].all()
+    assert not isinstance(found(10 * told, sd)[0], str)
+    monkeypatch.setattr(noise_aware, "MOST_UNLIKE", math.inf)
+    inside = 0
+    for _ in range(30):
+        of, z = found(hidden, sd)
+        inside += int(((of.mean - z).abs() < 1.96 * of.covariance.diagonal().sqrt())[4:].sum())
+    assert inside < 48
+
+
+def test_pvi_counts_the_noise_of_gaussian_likelihoods_alone() -> None:
+    """Sites of a logistic regression, each found around the prior, do not add up to the likelihood near the end."""
+    data = coverage.drawn("logistic", 60, 1, torch.Generator().manual_seed(0))
+    silos = [{"x": data.x[0, j::3], "y": data.y[0, j::3]} for j in range(3)]
+    privacy = sf.RecordDP(noise_multiplier=0.01, clipping_norm=1e5, noise="silo", retries=0)
+    result = sf.fit(
+        sf.FederatedModel(coverage.logistic, "row"), silos, sf.PVI(rounds=1, local_steps=2, family="full"), sf.Plain(),
+        privacy=privacy, noise_key=b"k", compile=False,
+    )  # fmt: skip
+    assert "no parabola" in result.privacy["sds"]["because"]
+
+
 def test_broadcasts_that_do_not_move_along_a_number_tell_nothing_of_it() -> None:
     """Of three numbers one is asked at the same place in all rounds: its interval is the prior's, and soon found."""
     rng = torch.Generator().manual_seed(0)
