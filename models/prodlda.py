@@ -18,6 +18,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.models.base import Dataset, Program
+from secure_fvi.randomness import seeded
 
 #: Of the simulated documents.
 TOPICS = 5
@@ -47,8 +48,7 @@ def prodlda(topics: int) -> FederatedModel:
 def encoder(words: int, topics: int, hidden: int = 100, seed: int = 0) -> Amortised:
     """q(weights | counts) by a network of two layers of softplus units, as in Srivastava and Sutton 2017, on the roots
     of the document's shares of words. Its weights are theta and travel with it; no document has parameters."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         network = nn.Sequential(
             nn.Linear(words, hidden), nn.Softplus(), nn.Linear(hidden, hidden), nn.Softplus(),
             nn.Linear(hidden, 2 * topics),

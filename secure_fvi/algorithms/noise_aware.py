@@ -13,7 +13,7 @@ Given H, what was seen of s is normal: s = H z + r with r ~ N(0, H), the data's 
 variance. With a Gaussian prior the posterior of z is then exact. H itself is known up to noise, and is drawn from its
 own posterior given the slopes. Its prior knows no directions: eigenvectors are any, all alike, and each eigenvalue is
 even in the logarithm by itself, down to where data say nothing. That is the reference prior of a covariance (Yang and
-Berger 1994), proper here since it ends at `_LEAST`. The middle of the mixture over draws, in its central 95%, is the
+Berger 1994), proper here since it ends (`_least`). The middle of the mixture over draws, in its central 95%, is the
 result: a normal of that interval in each number, with the mixture's correlations. Far out the mixture is wider.
 
 Hidden directions. Along a direction of which no record says anything broadcasts are a walk of the noise, and the slope
@@ -209,7 +209,9 @@ def of_gradients(
             "the rounds that are averaged began while the run was still on its way (their two halves differ by more "
             "than noise); more iterations, or a smaller average_last, leave the way out"
         )
-    if line and (why := _cut_everywhere(told, trace, prior, norm, math.inf if sampled else left, freedom)):
+    prior = Natural(*_full(prior))
+    off = 0.0 if sampled else (left - freedom) / math.sqrt(2 * freedom)
+    if line and (why := _cut_everywhere(told, trace, prior, norm, freedom, off)):
         return (
             f"broadcasts stray so far that gradients are cut wherever they are ({why}); a smaller learning_rate, "
             'schedule = "cosine" or more records keep them near'
@@ -224,23 +226,23 @@ def of_gradients(
             f"{apart:.2g} in the mean, {least:g} at least); more records, a larger epsilon or more rounds, all near "
             "the end, would tell it"
         )
-    found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, Natural(*_full(prior)), trace.rounds)
+    found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, prior, trace.rounds)
     if isinstance(found, str):
         return found
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
     return found._replace(cut=cut)
 
 
-def _cut_everywhere(told: _Told, trace: Trace, prior: Natural, norm: float, left: float, freedom: float) -> str:
+def _cut_everywhere(told: _Told, trace: Trace, prior: Natural, norm: float, freedom: float, off: float) -> str:
     """Whether broadcasts stray so far that gradients of a parabola, which are cut, are no line; in words, or nothing.
-    left: the sum of squares that the line leaves, infinite where records are drawn."""
-    if math.isfinite(left) and left > freedom + _NO_LINE * math.sqrt(2 * freedom):
+    off: sds by which the line leaves more squares than noise does."""
+    if off > _NO_LINE:
         return "totals are no line over them"
     varied = float(trace.gg.sum()) > MOST_VARIED * freedom
     moved = float((told.estimate.diagonal() * told.precision.diagonal()).sum()) / trace.weight
     if varied and (sway := moved * norm**2 / trace.norms) > MOST_SWAY:
         return f"a record's linear predictor moves by {math.sqrt(sway):.2g} sds of its noise"
-    wander = (trace.zz.diagonal() / trace.weight / torch.linalg.inv(_full(prior)[1]).diagonal()).sqrt().median()
+    wander = (trace.zz.diagonal() / trace.weight / torch.linalg.inv(prior.precision).diagonal()).sqrt().median()
     far = wander > (0.5 * MOST_WANDER if varied else MOST_WANDER)
     return f"half of them move by {wander:.2g} and more of their priors' sds" if far else ""
 
@@ -342,7 +344,7 @@ def _integrated(
             f"the noise hides some direction, and priors' sds differ by {unlike:.2g} times ({MOST_UNLIKE:g} at most "
             "then); columns of one scale with priors alike would do, or more records, a larger epsilon or more rounds"
         )
-    drawn, vectors = (vectors * values.unsqueeze(1)) @ vectors.mT, told.basis @ vectors
+    drawn, vectors = _made(vectors, values), told.basis @ vectors
     spread = variance * (1 + (excess - 1) * values / values.mean(1, keepdim=True).clamp(min=1e-300))
     bent = _bent(drawn, told.strayed).unsqueeze(1) * values
     share = float(bent.mean() / (values + spread).mean())
@@ -353,13 +355,10 @@ def _integrated(
             'learning_rate, schedule = "cosine" or more records keep them near'
         )
     spread = spread + bent
-
-    def made(of: Tensor) -> Tensor:
-        return (vectors * of.unsqueeze(1)) @ vectors.mT
-
     gain = values / (values + spread)
-    information = prior.precision + made(gain * values)
-    shift = prior.shift + (made(gain) @ (g + made(values) @ at).unsqueeze(-1)).squeeze(-1)
+    information = prior.precision + _made(vectors, gain * values)
+    curved = _made(vectors, values)
+    shift = prior.shift + (_made(vectors, gain) @ (g + curved @ at).unsqueeze(-1)).squeeze(-1)
     covariances = torch.linalg.inv(information)
     means = (covariances @ shift.unsqueeze(-1)).squeeze(-1)
     off = means - means.mean(0)
@@ -367,7 +366,7 @@ def _integrated(
     mean, sd = _central(means, covariances.diagonal(dim1=1, dim2=2).sqrt())
     times = sd / covariance.diagonal().sqrt()
     covariance = covariance * torch.outer(times, times)
-    without = torch.linalg.inv(prior.precision + made(values)).mean(0)
+    without = torch.linalg.inv(prior.precision + curved).mean(0)
     most = _MOSTLY * torch.linalg.inv(prior.precision).diagonal()
     hidden = covariance.diagonal() > most
     return NoiseAware(mean, _symmetric(covariance), _symmetric(without), _error(told), rounds, hidden=hidden)
@@ -381,6 +380,11 @@ def _bent(drawn: Tensor, strayed: Tensor) -> Tensor:
 
     size, root = drawn.diagonal(dim1=1, dim2=2).sum(1).clamp(min=0), strayed.sqrt()
     return size * fourth(drawn * torch.outer(root, root)) / (4 * drawn.shape[1] * fourth(drawn).clamp(min=1e-300))
+
+
+def _made(vectors: Tensor, values: Tensor) -> Tensor:
+    """Matrices (K, n, n) of these eigenvectors, as columns, and eigenvalues (K, n)."""
+    return (vectors * values.unsqueeze(1)) @ vectors.mT
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
@@ -407,7 +411,7 @@ def _curvatures(told: _Told, prior: float) -> tuple[Tensor, Tensor]:
     for _ in range(_SETTLE):
         values, vectors = _swept(told, power, least, values, vectors, rng)
     while power < 1:
-        off = (vectors * values.unsqueeze(1)) @ vectors.mT - told.estimate
+        off = _made(vectors, values) - told.estimate
         fits = -0.5 * (told.precision * off.square()).triu().sum((1, 2))
         power, weights = _raised(fits, power)
         at = (torch.arange(many) + float(rng.random())) / many
@@ -452,7 +456,7 @@ def _swept(
     both = weight + weight.unsqueeze(-1)
     linear, spare = 0.5 * both * told.estimate, (both - told.precision).fill_diagonal_(0).clamp(min=0)
     if bool((spare > _SPARED * both).any()):
-        off = (vectors * values.unsqueeze(1)) @ vectors.mT - told.estimate
+        off = _made(vectors, values) - told.estimate
         linear = linear + 0.5 * (spare * off + (spare / power).sqrt() * _normals(off.shape, rng))
     quadratic, linear = vectors.mT @ (weight.unsqueeze(-1) * vectors), vectors.mT @ linear @ vectors
     diagonals = [power * of.diagonal(dim1=1, dim2=2) for of in (quadratic, linear)]

@@ -64,6 +64,15 @@ def means(y: Tensor) -> None:
 MEANS = sf.FederatedModel(means, "row")
 #: No gradient is longer.
 NORM = 30.0
+#: Of the bench's ten coefficients.
+TEN = Natural(torch.zeros(10).double(), torch.eye(10).double())
+
+
+def job(kind: Any, epsilon: float, norm: float, rate: float = coverage.RATE) -> tuple[SFVIProgram, float]:
+    """SFVI of 300 rounds on the bench's model, and the variance of its noise."""
+    privacy = sf.RecordDP(epsilon=epsilon, delta=1e-5, clipping_norm=norm, noise="silo", retries=0)
+    program = coverage.program_of(kind, privacy, 300, rate)
+    return program, noise_aware.variance_of(program.terms["round"], 1, norm)
 
 
 def test_intervals_cover_where_the_noise_is_counted_and_not_by_q(tmp_path: Path) -> None:
@@ -215,7 +224,7 @@ def test_pvi_keeps_the_total_of_its_first_round(privacy: Any) -> None:
     x, y = data.x[0], data.y[0]
     silos = [{"x": x[j::3], "y": y[j::3]} for j in range(3)]
     exact = Natural(x.mT @ y, x.mT @ x).pack()
-    prior = Natural(torch.zeros(10).double(), torch.eye(10).double())
+    prior = TEN
     terms = privacy(noise_multiplier=0.01, clipping_norm=1e5, noise="silo", retries=0)
     run = sf.run(
         sf.FederatedModel(coverage.linear, "row"), silos,
@@ -250,7 +259,7 @@ def test_pvi_in_parts_keeps_what_the_later_rounds_say_of_all_sites(rounds: int, 
     assert state.firsts == counted
     if rounds > 1:
         assert float((state.residual.pack() - exact).square().sum()) / (counted * variance) > 115
-    prior = Natural(torch.zeros(10).double(), torch.eye(10).double())
+    prior = TEN
     expected = noise_aware.of_sites(unpack(state.first, 10, True), variance, prior)
     assert result.privacy["sds"]["count_noise"] is not isinstance(expected, str)
 
@@ -345,7 +354,7 @@ def test_broadcasts_that_stray_far_are_refused_where_the_likelihood_is_no_parabo
         far = coverage.sfvi_row("logistic", 3000, 1.0, 12, 4, *coverage.FAR)
     assert far["given"] == 0
     truth = coverage.drawn("logistic", 3000, 12, torch.Generator().manual_seed(4)).beta
-    prior = Natural(torch.zeros(10).double(), torch.eye(10).double())
+    prior = TEN
     monkeypatch.setattr(noise_aware, "LEAST_ALIKE", 0.0)
     end_at(monkeypatch, 100.0)
     covered = []
@@ -376,10 +385,8 @@ def test_rounds_on_their_way_give_no_interval(monkeypatch: pytest.MonkeyPatch) -
     averaged: on the way gradients are cut, all on one side. In the control, which does not look whether totals still
     move, every fit is given, and no interval of that coefficient covers. Fits that begin where they end are given."""
     rng = torch.Generator().manual_seed(11)
-    privacy = sf.RecordDP(epsilon=3.0, delta=1e-5, clipping_norm=6.0, noise="silo", retries=0)
-    program = coverage.program_of("linear", privacy, 300)
-    variance = noise_aware.variance_of(program.terms["round"], 1, 6.0)
-    prior = Natural(torch.zeros(10).double(), torch.eye(10).double())
+    program, variance = job("linear", 3.0, 6.0)
+    prior = TEN
     rows = []
     for off, least in ((8.0, noise_aware.LEAST_ALIKE), (8.0, 0.0), (0.0, noise_aware.LEAST_ALIKE)):
         monkeypatch.setattr(noise_aware, "LEAST_ALIKE", least)
@@ -411,16 +418,14 @@ def test_a_rare_outcome_on_its_way_gives_no_interval(monkeypatch: pytest.MonkeyP
     """A logistic regression with 2% of ones, whose intercept is 4 sds of its prior from where the run begins. In the
     control every fit is given and at most 4 of 12 intervals of the intercept cover; either look refuses all of them."""
     rng = torch.Generator().manual_seed(11)
-    privacy = sf.RecordDP(epsilon=3.0, delta=1e-5, clipping_norm=4.0, noise="silo", retries=0)
-    program = coverage.program_of("logistic", privacy, 300)
-    variance = noise_aware.variance_of(program.terms["round"], 1, 4.0)
+    program, variance = job("logistic", 3.0, 4.0)
     data = coverage.drawn("logistic", 6000, 12, rng)
     data.x[:, :, 0] = 1.0
     beta = 0.3 * data.beta
     beta[:, 0] = -4.2
     y = torch.bernoulli(torch.sigmoid((data.x @ beta.unsqueeze(-1)).squeeze(-1)), generator=rng)
     fits = coverage.simulated(program, "logistic", data._replace(beta=beta, y=y), 4.0, variance**0.5, rng)
-    prior = Natural(torch.zeros(10).double(), torch.eye(10).double())
+    prior = TEN
     given = {}
     for how in (looks, ""):
         monkeypatch.setattr(noise_aware, "MOST_BENT", math.inf)
@@ -448,9 +453,7 @@ def test_of_a_column_that_says_nothing_the_interval_is_the_priors(monkeypatch: p
     for share, least in ((0.0, None), (0.0, 100.0), (1.0, None)):
         end_at(monkeypatch, least)
         rng = torch.Generator().manual_seed(11)
-        privacy = sf.RecordDP(epsilon=1.0, delta=1e-5, clipping_norm=6.0, noise="silo", retries=0)
-        program = coverage.program_of("linear", privacy, 300)
-        variance = noise_aware.variance_of(program.terms["round"], 1, 6.0)
+        program, variance = job("linear", 1.0, 6.0)
         data = coverage.drawn("linear", 3000, 20, rng)
         y = data.y - (1 - share) * data.x[:, :, 9] * data.beta[:, 9:]
         data.x[:, :, 9] *= share
@@ -458,9 +461,7 @@ def test_of_a_column_that_says_nothing_the_interval_is_the_priors(monkeypatch: p
         hidden, inside = [], []
         for z, g, beta in zip(fits.z[:, 60:], fits.g[:, 60:], data.beta, strict=True):
             traces = coverage.traced(z, g, variance)
-            found = noise_aware.of_gradients(
-                *traces, Natural(torch.zeros(10).double(), torch.eye(10).double()), 6.0, True
-            )
+            found = noise_aware.of_gradients(*traces, TEN, 6.0, True)
             if not isinstance(found, str):
                 inside.append(int((found.mean - beta).abs()[9] < 1.96 * found.covariance[9, 9].sqrt()))
                 hidden.append(int(found.covariance[9, 9] > 0.25))
@@ -478,15 +479,13 @@ def test_columns_that_are_not_told_apart_have_wide_intervals(monkeypatch: pytest
     fewer than 136 by chance about once in 100. The control: a prior whose curvatures end at a size that the sum of
     columns which nothing tells does not have."""
     rng = torch.Generator().manual_seed(14)
-    privacy = sf.RecordDP(epsilon=3.0, delta=1e-5, clipping_norm=4.0, noise="silo", retries=0)
-    program = coverage.program_of("linear", privacy, 300)
-    variance = noise_aware.variance_of(program.terms["round"], 1, 4.0)
+    program, variance = job("linear", 3.0, 4.0)
     data = coverage.drawn("linear", 2000, 16, rng)
     level = torch.nn.functional.one_hot(torch.randint(9, (16, 2000), generator=rng), 9)
     x = torch.cat([torch.ones(16, 2000, 1), level], 2).double()
     y = data.y + ((x - data.x) @ data.beta.unsqueeze(-1)).squeeze(-1)
     fits = coverage.simulated(program, "linear", data._replace(x=x, y=y), 4.0, variance**0.5, rng)
-    prior, covered = Natural(torch.zeros(10).double(), torch.eye(10).double()), []
+    prior, covered = TEN, []
     for least in (None, 30.0):
         end_at(monkeypatch, least)
         inside = 0
@@ -504,11 +503,9 @@ def test_broadcasts_that_stray_until_all_is_cut_give_no_interval(request: pytest
     the control, which does not look, at least 8 of 20 are given, and of their intervals of 95% fewer than .92 cover,
     wide as they are. At the default rate all are given."""
     rng = torch.Generator().manual_seed(31)
-    privacy = sf.RecordDP(epsilon=1.0, delta=1e-5, clipping_norm=6.0, noise="silo", retries=0)
-    prior, traces = Natural(torch.zeros(10).double(), torch.eye(10).double()), {}
+    prior, traces = TEN, {}
     for rate in (0.5, 0.05):
-        program = coverage.program_of("linear", privacy, 300, rate)
-        variance = noise_aware.variance_of(program.terms["round"], 1, 6.0)
+        program, variance = job("linear", 1.0, 6.0, rate)
         data = coverage.drawn("linear", 1000, 20, rng)
         fits = coverage.simulated(program, "linear", data, 6.0, variance**0.5, rng)
         traces[rate] = [
@@ -535,13 +532,11 @@ def test_broadcasts_that_are_a_walk_of_the_noise_give_no_interval() -> None:
     given = []
     for records in (2, 3000):
         rng = torch.Generator().manual_seed(12)
-        privacy = sf.RecordDP(epsilon=1.0, delta=1e-5, clipping_norm=6.0, noise="silo", retries=0)
-        program = coverage.program_of("linear", privacy, 300)
-        variance = noise_aware.variance_of(program.terms["round"], 1, 6.0)
+        program, variance = job("linear", 1.0, 6.0)
         data = coverage.drawn("linear", records, 40, rng)
         data.x[:] *= records > 2
         fits = coverage.simulated(program, "linear", data, 6.0, variance**0.5, rng)
-        prior = Natural(torch.zeros(10).double(), torch.eye(10).double())
+        prior = TEN
         found = [
             noise_aware.of_gradients(*coverage.traced(z, g, variance), prior, 6.0, True)
             for z, g in zip(fits.z[:, 60:], fits.g[:, 60:], strict=True)
