@@ -90,6 +90,8 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
             stacklevel=4,
         )
     said["hidden"] = _named(server.program.problem.layout, counted.hidden)
+    if counted.assumed is not None:
+        said["least_information"] = counted.assumed
     return found._replace(counted=counted), {**claim, "sds": said}
 
 

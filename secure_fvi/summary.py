@@ -202,6 +202,11 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
     share = "" if cut is None else f", which is up to {cut:.1%} of gradients"
     if said.get("hidden"):
         share += f"; intervals of {named_few(said['hidden'])} are mostly the prior's, for the noise or for want of data"
+    if said.get("least_information") is not None:
+        share += (
+            f"; they rest on least_information = {said['least_information']:g}, which the job declares: that along no "
+            f"direction of the global latents data alone leave an sd above {said['least_information'] ** -0.5:.3g}"
+        )
     return f"sds and quantiles count the noise of privacy; not what clipping moves, where it cuts one side more{share}"
 
 

@@ -13,8 +13,10 @@ Given H, what was seen of s is normal: s = H z + r with r ~ N(0, H), the data's 
 variance. With a Gaussian prior the posterior of z is then exact. H itself is known up to noise, and is drawn from its
 own posterior given the slopes. Its prior knows no directions: eigenvectors are any, all alike, and each eigenvalue is
 even in the logarithm by itself, down to where data say nothing. That is the reference prior of a covariance (Yang and
-Berger 1994), proper here since it ends (`_least`). The middle of the mixture over draws, in its central 95%, is the
-result: a normal of that interval in each number, with the mixture's correlations. Far out the mixture is wider.
+Berger 1994), proper here since it ends (`_least`), or where a job declares that data tell more along every direction
+(`least_information`): an assumption, which is refused where what was seen rules it out. The middle of the mixture over
+draws, in its central 95%, is the result: a normal of that interval in each number, with the mixture's correlations. Far
+out the mixture is wider.
 
 Hidden directions. Along a direction of which no record says anything broadcasts are a walk of the noise, and the slope
 on a walk looks like curvature. A prior that ties all directions to one size takes that for curvature, one that has
@@ -79,6 +81,8 @@ LEAST_SEEN, _SEEN_EACH = 12.0, 0.25
 LEAST_ALIKE = 0.01
 #: How far mean broadcasts of the two halves may lie apart, in sds of the second half's, where that moves the slope.
 MOST_MOVED = 3.0
+#: Probability that as much information as was declared looks as little, down to which it is believed; of so many draws.
+LEAST_LIKELY, _CHECKS = 0.01, 400
 #: Variance of the slope that gradients which are no line may have, over that of data and noise, up to which they are.
 MOST_BENT = 1.0
 #: Gradients of a parabola, which are cut: sds of a sum of squares by which totals may be no line; broadcasts' sds over
@@ -92,6 +96,8 @@ NO_PARABOLA = (
     "the likelihood is no parabola, so that the noised sum of the sites of a round, each found around another q than "
     "the last, is not the likelihood's near the end; SFVI counts the noise there"
 )
+#: Why a job without privacy declares no `least_information`.
+NO_NOISE = "least_information is for intervals that count the noise of privacy; without privacy leave it out"
 #: Why there is none under a prior that is not.
 NOT_NORMAL = "the prior is not normal (in unconstrained space), which is not integrated"
 #: Draws of the curvature, in up to so many numbers together, and at least.
@@ -186,12 +192,19 @@ class _Told(NamedTuple):
 
 
 def of_gradients(
-    trace: Trace, half: Trace, prior: Natural, norm: float, line: bool = False, sampled: bool = False
+    trace: Trace,
+    half: Trace,
+    prior: Natural,
+    norm: float,
+    line: bool = False,
+    sampled: bool = False,
+    floor: float | None = None,
 ) -> NoiseAware | str:
     """The posterior from the trace of noised gradients, `half` that of its first rounds; or why there is none.
 
     norm: the clipping norm of records (or silos; of these NaN where they are to reach none). line: whether the
-    likelihood is a parabola whatever the data. sampled: whether totals are of other records each round.
+    likelihood is a parabola whatever the data. sampled: whether totals are of other records each round. floor: the
+    job's `least_information`.
     """
     n = len(trace.z)
     freedom = n * (trace.rounds - 1) - n * (n + 1) / 2
@@ -226,7 +239,7 @@ def of_gradients(
             f"{apart:.2g} in the mean, {least:g} at least); more records, a larger epsilon or more rounds, all near "
             "the end, would tell it"
         )
-    found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, prior, trace.rounds)
+    found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, prior, trace.rounds, floor)
     if isinstance(found, str):
         return found
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
@@ -313,12 +326,12 @@ def widening(trace: Trace, sd: Tensor, prior: Tensor) -> Tensor | None:
     return (ratio - _TAKEN_OFF * n * error).clamp(min=1).sqrt()
 
 
-def of_sites(total: Natural, variance: float, prior: Natural) -> NoiseAware | str:
-    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers)."""
+def of_sites(total: Natural, variance: float, prior: Natural, floor: float | None = None) -> NoiseAware | str:
+    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers). floor: `least_information`."""
     n = total.n
     at = torch.zeros(n, dtype=torch.float64)
     told = _Told(torch.eye(n).double(), total.precision, torch.full((n, n), 1 / variance).double(), at)
-    return _integrated(told, total.shift, at, variance, 1.0, Natural(*_full(prior)), 1)
+    return _integrated(told, total.shift, at, variance, 1.0, Natural(*_full(prior)), 1, floor)
 
 
 def _full(prior: Natural) -> tuple[Tensor, Tensor]:
@@ -332,11 +345,32 @@ def _error(told: _Told) -> float:
     return float(inside.reciprocal().mean().sqrt()) / size if size > 0 else math.inf
 
 
+def _ruled_out(told: _Told, floor: float) -> str:
+    """Whether what was seen of H rules out that it is `floor` at least along every direction; in words, or nothing.
+
+    Where it is, the least eigenvalue of what was seen, less that floor, is no less than that of the noise (Weyl).
+    Entries are weighed so that all of the diagonal have noise of variance 1.
+    """
+    seen = (told.precision.diagonal() > _UNSEEN * told.precision.max()).nonzero().squeeze(1)
+    at = torch.meshgrid(seen, seen, indexing="ij")
+    sizes, weights = told.precision[at].rsqrt(), torch.outer(*2 * [told.precision.diagonal()[seen].pow(0.25)])
+    off = (told.estimate[at] - floor * torch.eye(len(seen)).to(sizes)) * weights
+    noise = _normals((_CHECKS, len(seen), len(seen)), np.random.default_rng(_SEED)) * sizes * weights
+    if float((torch.linalg.eigvalsh(noise)[:, 0] <= torch.linalg.eigvalsh(off)[0]).double().mean()) >= LEAST_LIKELY:
+        return ""
+    return (
+        f"least_information = {floor:g} is not what was seen: along some direction the data tell less (where they tell "
+        f"as much, one run of {1 / LEAST_LIKELY:g} is refused so); a smaller one, or none, makes intervals wider"
+    )
+
+
 def _integrated(
-    told: _Told, g: Tensor, at: Tensor, variance: float, excess: float, prior: Natural, rounds: int
+    told: _Told, g: Tensor, at: Tensor, variance: float, excess: float, prior: Natural, rounds: int, floor: float | None
 ) -> NoiseAware | str:
     """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues)."""
-    values, vectors = _curvatures(told, float(prior.precision.diagonal().mean()))
+    if floor is not None and (why := _ruled_out(told, floor)):
+        return why
+    values, vectors = _curvatures(told, float(prior.precision.diagonal().mean()), floor or 0.0)
     curvatures = torch.linalg.eigvalsh(prior.precision)
     unlike, untold = float(curvatures[-1] / curvatures[0]) ** 0.5, (values.amin(1) < curvatures[0]).double().mean()
     if unlike > MOST_UNLIKE and untold > _UNTOLD:
@@ -369,7 +403,8 @@ def _integrated(
     without = torch.linalg.inv(prior.precision + curved).mean(0)
     most = _MOSTLY * torch.linalg.inv(prior.precision).diagonal()
     hidden = covariance.diagonal() > most
-    return NoiseAware(mean, _symmetric(covariance), _symmetric(without), _error(told), rounds, hidden=hidden)
+    covariance, without = _symmetric(covariance), _symmetric(without)
+    return NoiseAware(mean, covariance, without, _error(told), rounds, hidden=hidden, assumed=floor)
 
 
 def _bent(drawn: Tensor, strayed: Tensor) -> Tensor:
@@ -391,8 +426,9 @@ def _symmetric(matrix: Tensor) -> Tensor:
     return 0.5 * (matrix + matrix.mT)
 
 
-def _curvatures(told: _Told, prior: float) -> tuple[Tensor, Tensor]:
+def _curvatures(told: _Told, prior: float, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     """Draws of H's posterior, in told's basis: eigenvalues (K, n) and eigenvectors (K, n, n). prior: its curvature.
+    floor: H's least eigenvalue is declared to be no less.
 
     Sequential Monte Carlo (Del Moral, Doucet and Jasra 2006): from the likelihood to a small power, under which any
     direction may be one of no curvature, to the likelihood itself, at each power some sweeps of Gibbs' sampler. One
@@ -403,7 +439,8 @@ def _curvatures(told: _Told, prior: float) -> tuple[Tensor, Tensor]:
     unseen = told.precision < _UNSEEN * told.precision.max()
     precision = torch.where(unseen, told.precision.new_tensor(prior**-2), told.precision)
     told = told._replace(estimate=told.estimate.masked_fill(unseen, 0), precision=precision)
-    least = _least(prior, float((told.estimate.diagonal() + _AROUND * told.precision.diagonal().rsqrt()).max()))
+    most = float((told.estimate.diagonal() + _AROUND * told.precision.diagonal().rsqrt()).max())
+    least = max(floor, _least(prior, most))
     many, power = max(_FEWEST, min(_DRAWS, _NUMBERS // n**2)), _POWER
     noise = _normals((many, n, n), rng) / (power * told.precision).sqrt()
     values, vectors = torch.linalg.eigh(told.estimate + noise)

@@ -142,6 +142,8 @@ class PVI(LocalFitOptions):
     wrong, so that `scale_rate` must be 0.5 or less. For models without local latents and `pyro.param`s."""
     replicates: Count | None = None
     """Of a formula's tables, in a predictive check over all silos by one more sum (`checking`); None: there is none."""
+    least_information: Positive | None = None
+    """As in `SFVI`; of sites as they are clipped."""
 
     name = "pvi"
 
@@ -535,6 +537,8 @@ class PVIProgram(Program):
             raise InputError("virtual_clients are for models without local latents; use virtual_clients = 1")
         if privacy is not None and config.rounds is None:
             raise InputError("under differential privacy give rounds: a job is charged for all its rounds beforehand")
+        if privacy is None and config.least_information is not None:
+            raise InputError(noise_aware.NO_NOISE)
         if config.asked(len(self.problem.silos)) > len(self.problem.silos):
             raise InputError(f"buffer = {config.buffer} of {len(self.problem.silos)} silos")
 
@@ -765,7 +769,7 @@ class PVIProgram(Program):
             return "the clipping norm moved before any step was taken"
         clip = terms.settings.clipping_norm
         variance = noise_aware.variance_of(terms, len(self.problem.silos), clip) / state.firsts
-        return noise_aware.of_sites(self.families.unpack(state.first), variance, prior)
+        return noise_aware.of_sites(self.families.unpack(state.first), variance, prior, self.config.least_information)
 
     def at_rest(self, state: PVIState) -> bool:
         """Whether every silo was in quiet rounds, none after a round that was not, and their sum does not move q."""

@@ -168,6 +168,10 @@ class SFVI:
     """Rounds of SFVI-Avg beforehand; they are not counted in `iterations`."""
     replicates: Count | None = None
     """Of a formula's tables, in a predictive check over all silos by one more sum (`checking`); None: there is none."""
+    least_information: Positive | None = None
+    """Under differential privacy, a public assumption that narrows intervals: the data's Fisher information about Z_G
+    (n_global, in unconstrained space, of gradients as they are clipped) has no eigenvalue below it. Say it from what is
+    known without the data; where totals rule it out there are no intervals."""
 
     name = "sfvi"
 
@@ -307,6 +311,8 @@ class SFVIProgram(StructuredProgram):
             raise InputError(
                 "under differential privacy give iterations: a job is charged for all its rounds beforehand"
             )
+        if problem.privacy is None and config.least_information is not None:
+            raise InputError(noise_aware.NO_NOISE)
         if self.by_record and (label := problem.model.numbered_by_data) is not None:
             raise InputError(
                 f"(... | {label}) under record privacy: silos number the groups of '{label}' by which are in their "
@@ -515,7 +521,8 @@ class SFVIProgram(StructuredProgram):
             return noise_aware.NOT_NORMAL
         norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, noise_aware.straight(self.problem)
         norm = norm if self.by_record or not line else math.nan
-        return noise_aware.of_gradients(state.trace, state.half, normal, norm, line, self.config.sampling_rate < 1)
+        sampled, floor = self.config.sampling_rate < 1, self.config.least_information
+        return noise_aware.of_gradients(state.trace, state.half, normal, norm, line, sampled, floor)
 
     def posterior(self, state: SFVIState) -> Posterior:
         refined = state.refining.answer

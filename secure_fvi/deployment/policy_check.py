@@ -41,14 +41,14 @@ _JUDGED = {
     "VCL": _OF_LOCAL_FIT + "reveal_changes",
     "StreamingVB": _OF_LOCAL_FIT + "passes reveal_changes",
     "PVI": _OF_LOCAL_FIT + "rounds max_rounds tolerance schedule buffer reveal_changes damping virtual_clients "
-    "private replicates",
+    "private replicates least_information",
     "FedAvg": "rounds local_steps learning_rate server_learning_rate server_momentum server_schedule tolerance prior "
     "weights sampling_rate participation total_records bound",
     "FedVI": "rounds epochs batch_size learning_rate server_learning_rate server_momentum server_schedule "
     "participation tau gamma theta start_scale weights total_records tolerance bound",
     "SFVI": "family rank importance_samples iterations max_iterations optimizer optimizer_options learning_rate "
     "local_learning_rate start_spread schedule average_last sampling_rate participation bound local_family "
-    "silo_family warm_start replicates",
+    "silo_family warm_start replicates least_information",
     "WarmStart": "rounds local_steps weights total_records",
     "SFVIAvg": "rounds local_steps importance_samples family weights scale_entropy tolerance bures_iterations "
     "barycenter optimizer optimizer_options learning_rate local_learning_rate start_spread decay average_last "
