@@ -96,6 +96,8 @@ NO_PARABOLA = (
     "the likelihood is no parabola, so that the noised sum of the sites of a round, each found around another q than "
     "the last, is not the likelihood's near the end; SFVI counts the noise there"
 )
+#: Why there is none of totals that no reader could use.
+NOT_FINITE = "a broadcast or total is not finite, or too large to square"
 #: Why a job without privacy declares no `least_information`.
 NO_NOISE = "least_information is for intervals that count the noise of privacy; without privacy leave it out"
 #: Why there is none under a prior that is not.
@@ -207,6 +209,8 @@ def of_gradients(
     job's `least_information`.
     """
     n = len(trace.z)
+    if not all(bool(of.isfinite().all()) for of in (*trace[2:7], *half[2:7])):
+        return NOT_FINITE
     freedom = n * (trace.rounds - 1) - n * (n + 1) / 2
     if freedom <= 0 or trace.rounds <= n or min(half.rounds, trace.rounds - half.rounds) < 2:
         return f"{trace.rounds} rounds that are averaged are too few for {n} dimensions"
@@ -329,6 +333,8 @@ def widening(trace: Trace, sd: Tensor, prior: Tensor) -> Tensor | None:
 def of_sites(total: Natural, variance: float, prior: Natural, floor: float | None = None) -> NoiseAware | str:
     """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers). floor: `least_information`."""
     n = total.n
+    if not bool(total.pack().isfinite().all()):
+        return NOT_FINITE
     at = torch.zeros(n, dtype=torch.float64)
     told = _Told(torch.eye(n).double(), total.precision, torch.full((n, n), 1 / variance).double(), at)
     return _integrated(told, total.shift, at, variance, 1.0, Natural(*_full(prior)), 1, floor)

@@ -605,6 +605,17 @@ def test_broadcasts_that_do_not_move_along_a_number_tell_nothing_of_it() -> None
     assert found.covariance.diagonal()[:2].max() < 0.01 < 0.5 < found.covariance[2, 2]
 
 
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, 1e200])
+def test_totals_that_are_no_numbers_give_no_interval(spoilt: float) -> None:
+    z, g = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    prior = Natural(torch.zeros(3).double(), torch.eye(3).double())
+    g[20, 1] = spoilt
+    assert noise_aware.of_gradients(*coverage.traced(z, g, 1.0), prior, 1.0, True) == noise_aware.NOT_FINITE
+    if not math.isfinite(spoilt):
+        site = Natural(torch.tensor([1.0, spoilt, 0.0]).double(), torch.eye(3).double())
+        assert noise_aware.of_sites(site, 1.0, prior) == noise_aware.NOT_FINITE
+
+
 def test_declared_information_narrows_intervals_that_cover() -> None:
     """What independent columns tell is declared by hundreds of made data sets: of 20 fits 200 intervals, fewer than 178
     by chance once in 1,000 where 95% cover, and at most a third as wide as where nothing is declared."""

@@ -4,7 +4,8 @@ Truths around the estimates for the 537 children, children drawn from the model.
 integrated out in the program, by quadrature, so that all latents are global and the posterior counts the noise. All
 children of a kind (smoke and four answers) have one gradient, which is clipped; SFVI's own step is run, mapped over the
 fits of a cell (`test_the_bench_of_six_cities_has_the_programs_gradients` holds gradients to the program's). `width`:
-the mean sd over that of the posterior without privacy (Laplace's, of the same likelihood).
+the mean sd over that of the posterior without privacy (Laplace's, of the same likelihood). `declared`: the same fits
+with `least_information`.
 
 `kept`: what a run with a latent of each child would say, were it not refused. Children are those of one silo, their
 steps the product's own. `off`: the mean over fits of what the total is off the likelihood's slope where it was asked,
@@ -28,6 +29,7 @@ from torch.func import hessian, vmap
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms import noise_aware
+from secure_fvi.algorithms.base import NoiseAware
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.sfvi import SFVI, Sent, SFVIProgram
 from secure_fvi.algorithms.structured import Batch, Latents
@@ -45,6 +47,8 @@ NODES, ROUNDS, LAST, RATE, DELTA, CLIP = 40, 1000, 0.5, 0.1, 1e-5, 4.0
 EPSILONS, CHILDREN = (1.0, 3.0), (537, 5_370, 20_000)
 #: Of cells with a latent of each child, which take a thousand times as long.
 KEPT_FITS, KEPT_CHILDREN, KEPT_SAMPLES = 4, 537, 20
+#: Made data sets by which `least_information` is declared, and their seed.
+_MADE, _MADE_SEED = 100, 20_261_130
 _AGE = torch.arange(-2, 2, dtype=torch.float64)
 _AT, _WEIGHT = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(NODES))
 _WEIGHT = _WEIGHT / _WEIGHT.sum()
@@ -220,6 +224,10 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         width = f"{row['width']:.2f}" if row["given"] else ""
         given = f"{row['given']:4d}/{row['fits']:<4d}"
         yield f"{name:40} {given} {rest:>24} {row['by_q']:6.3f} {width:>6} {row['cut']:6.3f}"
+        if (said := row["declared"])["given"]:
+            (low, high), name = said["interval"], f"  declared: {said['least_information']:.3g}"
+            rest = f"{said['covered']:.3f} ({low:.3f}, {high:.3f})"
+            yield f"{name:40} {said['given']:4d}/{row['fits']:<4d} {rest:>24} {'':6} {said['width']:6.2f}"
         if "off" in row:
             yield "  off, in sds: " + ", ".join(f"{s} {v:+.2f}" for s, v in zip(SITES, row["off"], strict=True))
 
@@ -240,24 +248,39 @@ def measured(latents: str, children: int, epsilon: float, fits: int, seed: int) 
     variance = noise_aware.variance_of(program.terms["round"], 1, CLIP)
     data = drawn(children, fits, rng)
     found = simulated(program, data, variance, rng)
-    first, answers = math.ceil(ROUNDS * (1 - LAST)), []
+    first, floor = math.ceil(ROUNDS * (1 - LAST)), declared(children)
+    answers, narrowed = list[NoiseAware | str](), list[NoiseAware | str]()
     for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
-        answers.append(noise_aware.of_gradients(*traced(z, g, variance), _PRIOR, CLIP))
+        seen = traced(z, g, variance)
+        answers.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP))
+        narrowed.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP, floor=floor))
     _, precision = posterior(data.kinds)
     own = torch.linalg.inv(precision).diagonal(dim1=1, dim2=2).sqrt()
-    given = [k for k, answer in enumerate(answers) if not isinstance(answer, str)]
     row: dict[str, Any] = {
-        "latents": latents, "children": children, "epsilon": epsilon, "fits": fits, "given": len(given),
+        "latents": latents, "children": children, "epsilon": epsilon, "fits": fits,
         "by_q": float(((found.mean - data.truth).abs() < 1.96 * found.sd).double().mean()), "cut": found.cut,
     }  # fmt: skip
     if kept:
         slope = found.off[:, first:].mean(1)
         row["off"] = (torch.linalg.solve(precision, slope.unsqueeze(-1)).squeeze(-1) / own).mean(0).tolist()
+    said = {"least_information": floor, **_told(narrowed, data.truth, own)}
+    return row | _told(answers, data.truth, own) | {"declared": said}
+
+
+def declared(children: int) -> float:
+    """Half of the least eigenvalue of the information that any of a hundred made data sets has."""
+    made = drawn(children, _MADE, torch.Generator().manual_seed(_MADE_SEED))
+    information = posterior(made.kinds)[1] - _PRIOR.precision
+    return 0.5 * float(torch.linalg.eigvalsh(information).min())
+
+
+def _told(answers: list[NoiseAware | str], truth: Tensor, own: Tensor) -> dict[str, Any]:
+    given = [k for k, answer in enumerate(answers) if not isinstance(answer, str)]
     if not given:
-        return row
+        return {"given": 0}
     mean = torch.stack([answers[k].mean for k in given])  # type: ignore[union-attr]
     sd = torch.stack([answers[k].covariance.diagonal().sqrt() for k in given])  # type: ignore[union-attr]
-    inside = (mean - data.truth[given]).abs() < 1.96 * sd
+    inside = (mean - truth[given]).abs() < 1.96 * sd
     tested = binomtest(int(inside.sum()), inside.numel()).proportion_ci(0.99, "exact")
     covered = {"covered": float(inside.double().mean()), "interval": [float(tested.low), float(tested.high)]}
-    return row | covered | {"width": float((sd / own[given]).mean())}
+    return {"given": len(given)} | covered | {"width": float((sd / own[given]).mean())}
