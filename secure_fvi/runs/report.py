@@ -26,6 +26,8 @@ from secure_fvi.summary import counts_noise, shown
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _MOST_ROWS = 60
+#: With which a cell begins that a spreadsheet computes.
+_COMPUTED = tuple("=+-@\t\r")
 
 
 class Note(NamedTuple):
@@ -87,15 +89,20 @@ def _as_csv(result: dict[str, Any]) -> str:
     formula = result.get("formula")
     if formula is None:
         writer.writerow(["site", "mean", "sd"])
-        writer.writerows(row[:3] for row in posterior_rows(result))
+        writer.writerows((_no_formula(row.label), row.mean, row.sd) for row in posterior_rows(result))
         return out.getvalue()
     ratio = [f"{formula['ratio']}{end}" for end in ("", " 2.5%", " 97.5%")] if formula["ratio"] else []
     writer.writerow(["part", "name", "estimate", "sd", "2.5%", "97.5%", *ratio])
     for part in ("effects", "groups", "own"):
         for row in formula[part]:
             numbers = [row[name] for name in ("estimate", "sd", "low", "high")]
-            writer.writerow([part, row["name"], *numbers, *((row["ratio"] or [""] * 3) if ratio else ())])
+            writer.writerow([part, _no_formula(row["name"]), *numbers, *((row["ratio"] or [""] * 3) if ratio else ())])
     return out.getvalue()
+
+
+def _no_formula(name: str) -> str:
+    """A name, which is another party's, as a spreadsheet shows it and does not compute it."""
+    return f"'{name}" if name.startswith(_COMPUTED) else name
 
 
 def _methods(result: dict[str, Any], config: Config, about: dict[str, Any]) -> str:

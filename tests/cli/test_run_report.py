@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import html
 import json
 import shutil
@@ -167,3 +168,17 @@ def test_it_says_that_a_norm_adapts(ran: Path, tmp_path: Path) -> None:
     words = "a norm that follows from the totals before"
     assert words in page_of(ran, tmp_path / "adaptive", ONE, {}, {**PRIVACY, "clipping": "adaptive"})
     assert words not in page_of(ran, tmp_path / "fixed", ONE, {}, {**PRIVACY, "clipping": "fixed"})
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@now", "\ta", "beta", "a=b"])
+def test_no_name_in_the_table_is_a_formula_of_a_spreadsheet(ran: Path, tmp_path: Path, name: str) -> None:
+    """Names are of whoever wrote the model. The control: those that are none stand as they are."""
+    shutil.copytree(ran, tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "result.json").read_text())
+    content["posterior"] = {name: {"mean": 1.5, "sd": 0.5}}
+    content.pop("parameters", None)
+    (tmp_path / "out" / "result.json").write_text(json.dumps(content))
+    write_report(tmp_path / "out")
+    with (tmp_path / "out" / "table.csv").open(newline="") as file:
+        row = list(csv.DictReader(file))
+    assert row == [{"site": name if name in ("beta", "a=b") else f"'{name}", "mean": "1.5", "sd": "0.5"}]
