@@ -650,14 +650,44 @@ class MixedModel(FederatedModel):
             raise InputError(f"all rows of all silos have the weight 0, by '{self.of.additions['weights'].text}'")
         return laid
 
-    def those_that_fit(self, found: Coded, silo: str, spoilt: list[str], dtype: torch.dtype = torch.float64) -> Coded:
+    def those_that_fit(
+        self,
+        found: Coded,
+        silo: str,
+        spoilt: list[str],
+        dtype: torch.dtype = torch.float64,
+        besides: Sequence[MixedModel] = (),
+    ) -> Coded:
         """The rows of those records which `prepared` and `read_data` take by themselves. spoilt: is told of the
-        others."""
-        label = next((t.of.group for t in self.of.terms if t.place == "record"), None)
-        record = np.arange(len(found.columns[self.of.response.name]))
-        if label is not None:
-            keys = np.stack([found.columns[name] for name in label], 1)
-            record = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+        others. besides: whose records they have to be as well; by single rows, where those have other records."""
+        rows, said = np.ones(len(found.columns[self.of.response.name]), dtype=bool), list[str]()
+        for model in (self, *besides):
+            record = model._numbered(found) if model._group == self._group else np.arange(len(rows))
+            bad, why = model._failing(found, record, silo, dtype)
+            if bad and model is self:
+                said.append(f"{len(bad)} records do not fit the formula, the first since {why}")
+            elif bad:
+                said.append(f"{len(bad)} do not fit formula {model.text!r}, which the policy lists, since {why}")
+            rows &= ~np.isin(record, bad)
+        spoilt += said
+        return found.of_rows(rows)
+
+    @property
+    def _group(self) -> tuple[str, ...] | None:
+        """The columns by whose values rows are of one record; None where each row is one."""
+        return next((t.of.group for t in self.of.terms if t.place == "record"), None)
+
+    def _numbered(self, found: Coded) -> np.ndarray[Any, Any]:
+        """(N,) which record each row is of."""
+        if self._group is None:
+            return np.arange(len(found.columns[self.of.response.name]))
+        keys = np.stack([found.columns[name] for name in self._group], 1)
+        return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+
+    def _failing(
+        self, found: Coded, record: np.ndarray[Any, Any], silo: str, dtype: torch.dtype
+    ) -> tuple[list[int], str]:
+        """Which of the records (N,) cannot be taken by themselves, by halves, and why the first cannot."""
         said: list[str] = []
 
         def failing(some: np.ndarray[Any, Any]) -> list[int]:
@@ -671,10 +701,7 @@ class MixedModel(FederatedModel):
             half = len(some) // 2
             return [] if not len(some) else [*failing(some[:half]), *failing(some[half:])]
 
-        bad = failing(np.unique(record))
-        if bad:
-            spoilt.append(f"{len(bad)} records do not fit the formula, the first since {said[0]}")
-        return found.of_rows(~np.isin(record, bad))
+        return failing(np.unique(record)), next(iter(said), "")
 
     @property
     def identity(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.fence import UNFENCED
@@ -26,8 +26,8 @@ from secure_fvi.errors import (
 )
 from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.settings import RecordDP, exact_totals
-from secure_fvi.runs.config import Config, chosen
-from secure_fvi.runs.records import formula_columns, site_dictionary
+from secure_fvi.runs.config import Config, Model, chosen
+from secure_fvi.runs.records import formula_columns, formula_families, site_dictionary
 from secure_fvi.silo import UNANSWERABLE
 
 #: The outcome (`Trail.close_job`) after which a job's id is spent; a job with any other may go on.
@@ -75,7 +75,7 @@ class Decision(NamedTuple):
         config, rule = self.offer.config, self.policy.models.get(self.offer.model)
         assert self.data is not None, "a key holder runs no model"
         own = {k: getattr(self.data, k) for k in ("predictor", "dictionary", "query", "tables", "missing")}
-        own["complete"] = self._complete
+        own |= {"complete": self._complete, "fitting": self._fitting}
         silos = tuple(
             s.model_copy(update={"data": self.data.path or s.data, **own}) if s.id == site else s for s in config.silo
         )
@@ -91,11 +91,10 @@ class Decision(NamedTuple):
         under record privacy: the columns of all formulas that the policy lists, or all, where it lists any, or a model
         by its hash: a program reads all of them. Were it this formula's alone, totals of two would differ by the rows
         that have a gap in one's columns."""
-        config, data = self.offer.config, self.data
-        if config.model.formula is None or data is None or data.dictionary is None:
+        data = self.data
+        if not self._exact_formula or data is None or data.dictionary is None:
             return ()
-        privacy = chosen(config)[2]
-        if not exact_totals(privacy) or (data.missing != "drop" and not isinstance(privacy, RecordDP)):
+        if data.missing != "drop" and not isinstance(chosen(self.offer.config)[2], RecordDP):
             return ()
         try:
             own = site_dictionary(data.dictionary)
@@ -109,6 +108,31 @@ class Decision(NamedTuple):
             with contextlib.suppress(InputError):  # of other columns: of another data set
                 found.update(formula_columns(text, own))
         return tuple(sorted(found))
+
+    @property
+    def _fitting(self) -> tuple[Model, ...]:
+        """Likewise, where records that do not fit are left out, as record privacy does: all formulas that the policy
+        lists, with each family that it has and as many rows of a record as it says. Were it this job's alone, totals of
+        two would differ by the record that fits one of them."""
+        config, data = self.offer.config, self.data
+        if not self._exact_formula or not isinstance(chosen(config)[2], RecordDP):
+            return ()
+        if data is None or data.dictionary is None:
+            return ()
+        found = []
+        for rule in self.policy.formulas:
+            record = config.model.options.get("record") if rule.record == "any" else rule.record
+            options: dict[str, Any] = {"most": rule.most} if rule.most != "any" else {}
+            options |= {"record": record} if record is not None else {}
+            families = formula_families() if "any" in rule.families else rule.families
+            said = [(text, family) for text in rule.formulas if text != "any" for family in families]
+            found += [Model(formula=t, family=f, dictionary=data.dictionary, options=options) for t, f in said]
+        return tuple(found)
+
+    @property
+    def _exact_formula(self) -> bool:
+        """Whether the job is of a formula, and the server sees its totals exactly."""
+        return self.offer.config.model.formula is not None and exact_totals(chosen(self.offer.config)[2])
 
 
 def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, met: bool) -> Decision:

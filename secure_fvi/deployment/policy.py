@@ -82,12 +82,16 @@ class ModelRule(Table):
     def formulas(self) -> tuple[str, ...]:
         return _listed(self.formula) if self.formula is not None else ()
 
+    @property
+    def families(self) -> tuple[str, ...]:
+        return _listed(self.family)
+
     def allows(self, model: Model) -> bool:
         """Whether a job's formula is agreed to. It is compared as text, and not read."""
         if self.formula is None or model.formula is None:
             return False
         formulas = [_blanks(text) for text in self.formulas]
-        named = ((formulas, _blanks(model.formula)), (_listed(self.family), family_of(model)))
+        named = ((formulas, _blanks(model.formula)), (self.families, family_of(model)))
         agreed = all("any" in allowed or text in allowed for allowed, text in named)
         agreed = agreed and self.record in ("any", model.options.get("record"))
         agreed = agreed and self.most in ("any", model.options.get("most", {}))

@@ -70,7 +70,7 @@ _JUDGED = {
     "Config": "seed model data partition silo response alignment algorithm aggregation privacy run engine",
     "Model": "program function record_plate silo_sites start formula family dictionary likelihood options",
     "Partition": "sizes count ids seed by_client",
-    "SiloFile": "id data predictor dictionary query tables missing complete",
+    "SiloFile": "id data predictor dictionary query tables missing complete fitting",
     "Response": "data silo column offset",
     "Alignment": "column how",
     "Algorithm": "name",

@@ -113,7 +113,8 @@ class SiloFile(Table):
     """One silo with its data: a table (`TABLES`), or arrays (.npz, .safetensors); in a vertical run also
     its own predictor. dictionary: codes the table. query: one SELECT over it, as `data`, and over the files that
     `tables` names. missing: whether rows with a gap are refused, as they are if nothing is said, or left out; complete:
-    by whose gaps too, whether the formula reads these columns or not."""
+    by whose gaps too, whether the formula reads these columns or not; fitting: which formulas a record has to fit too,
+    under record privacy."""
 
     id: Name
     data: Name
@@ -123,6 +124,7 @@ class SiloFile(Table):
     tables: dict[Name, Name] = Field(default_factory=dict)
     missing: Literal["refuse", "drop"] | None = None
     complete: tuple[Name, ...] = ()
+    fitting: tuple[Model, ...] = Field(default=(), exclude=True)  # a site's own word, of which no job has one
 
 
 class Response(Table):

@@ -11,8 +11,8 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema, read_data, side_by_side
 from secure_fvi.later import Later
 from secure_fvi.models.base import Dataset, program
+from secure_fvi.privacy.settings import exact_totals
 from secure_fvi.runs.config import (
     COLUMNS,
     MODELS,
@@ -41,6 +42,7 @@ from secure_fvi.runs.config import (
     Partition,
     SiloFile,
     build,
+    chosen,
     named,
     resolved,
 )
@@ -48,11 +50,13 @@ from secure_fvi.runs.wording import nearest, unknown_key
 
 if TYPE_CHECKING:
     from secure_fvi import dictionary as dictionaries
+    from secure_fvi import formula as formulas
     from secure_fvi.dictionary import Dictionary, Missing
     from secure_fvi.mixed_model import MixedModel
     from secure_fvi.tables import Coded, Coding
 else:
     dictionaries = Later("secure_fvi.dictionary")  # a silo whose data are arrays has none
+    formulas = Later("secure_fvi.formula")
 
 _log = logging.getLogger(__name__)
 #: Rows of a record, or groups of a silo, that an option may name: each is laid out for as many.
@@ -225,7 +229,7 @@ def silo_part(
     own = torch.arange(_rows(table)) if given is None else given
     _check_ids(at, own)
     if spoilt is not None:
-        kept = _whole(table, own, spoilt, config.run.torch_dtype)
+        kept = _whole(table, own, spoilt, _fitted_as(config))
         table, own = {name: value[kept] for name, value in table.items()}, own[kept]
     return table, own, given is not None
 
@@ -289,6 +293,11 @@ def formula_columns(formula: str, dictionary: Dictionary) -> list[str]:
     return columns_of(formula, dictionary)
 
 
+def formula_families() -> tuple[str, ...]:
+    """All that there are."""
+    return tuple(formulas.FAMILIES)
+
+
 def formula_model(model: Model) -> MixedModel:
     """The mixed model of a formula and a dictionary. Nothing of it is run but listed functions of columns.
 
@@ -339,23 +348,53 @@ def formula_part(
     dictionary, or the job's where it has none. spoilt: records that cannot be read, or do not fit the formula, are left
     out, and it is told of them; of the rows as they were read, the former alone. Raises DataError, InputError."""
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    found = used = formula_rows(config.silo[at], f"silo[{at}].data", model, spoilt)
+    read = used = _formula_read(config.silo[at], f"silo[{at}].data", model, spoilt)
     if spoilt is not None:
-        used = model.those_that_fit(found, silo, spoilt, config.run.torch_dtype)
-    laid: dict[str, Any] = model.prepared({silo: used}, limited=spoilt is None)[silo]
-    return laid, found
+        used = model.those_that_fit(read, silo, spoilt, _fitted_as(config), _besides(config.silo[at].fitting, model))
+    laid: dict[str, Any] = model.prepared({silo: _own(used, model)}, limited=spoilt is None)[silo]
+    return laid, _own(read, model)
 
 
-def formula_rows(silo: SiloFile, key: str, model: MixedModel, spoilt: list[str] | None = None) -> Coded:
-    """A silo's rows as a formula's model reads them; `key` is the configuration key that named its table. spoilt: rows
-    that cannot be read are left out, and it is told of them. Raises DataError, InputError."""
+def _fitted_as(config: Config) -> torch.dtype:
+    """The type that holds a record's numbers, if the record is to be used: where the server sees totals exactly the
+    shortest that a job may ask for, or else two jobs' would differ by a record of which one's holds none."""
+    return torch.float32 if exact_totals(chosen(config)[2]) else config.run.torch_dtype
+
+
+def _besides(listed: Sequence[Model], model: MixedModel) -> list[MixedModel]:
+    """The models of formulas that are there beside `model`. How many rows a record may have is asked of those with the
+    same records: by another's, one row would take others out."""
+    found = []
+    for said in listed:
+        with suppress(InputError):  # of another family's response, or other columns
+            made = formula_model(said)
+            if made.record_label != model.record_label:
+                options = {name: value for name, value in said.options.items() if name != "most"}
+                made = formula_model(said.model_copy(update={"options": options}))
+            if (made.text, made.family, made.of.most) != (model.text, model.family, model.of.most):
+                found.append(made)
+    return found
+
+
+def formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
+    """A silo's rows as a formula's model reads them; `key` is the configuration key that named its table. Raises
+    DataError, InputError."""
+    return _own(_formula_read(silo, key, model), model)
+
+
+def _own(found: Coded, model: MixedModel) -> Coded:
+    """The columns of `model` alone."""
+    used = {name: found.columns[name] for name in found.columns if name in model.columns}
+    return found._replace(columns=used, names={name: found.names[name] for name in found.names if name in used})
+
+
+def _formula_read(silo: SiloFile, key: str, model: MixedModel, spoilt: list[str] | None = None) -> Coded:
+    """With the columns of other formulas beside it."""
     path = Path(silo.data)
     with named_file(path, f"silo '{silo.id}' ({key})"):
         dictionary, missing = _of_formula(silo, model)
         own = RECORD_ID if model.record_label is None else ""  # records that are groups of rows have no column of ids
-        found = _read(path, dictionary, silo, {*model.columns, *silo.complete}, missing, spoilt, own)
-        used = {name: found.columns[name] for name in found.columns if name in model.columns}
-        return found._replace(columns=used, names={name: found.names[name] for name in found.names if name in used})
+        return _read(path, dictionary, silo, {*model.columns, *silo.complete}, missing, spoilt, own)
 
 
 def _of_formula(silo: SiloFile, model: MixedModel) -> tuple[Dictionary, Missing | None]:

@@ -242,6 +242,8 @@ def test_a_schema_follows_from_no_record(cli: CommandLine, tmp_path: Path) -> No
         of = job.model_copy(update={"run": job.run.model_copy(update={"dtype": dtype})})
         assert silo_part(of, "a", None, spoilt, as_read := {})[1].tolist() == left
         assert as_read["y"].tolist() == [1.0, 1e39, 3.0]
+        exact = of.privacy.model_copy(update={"noise": "server"})  # or else its totals would be without one record
+        assert silo_part(of.model_copy(update={"privacy": exact}), "a", None, spoilt)[1].tolist() == [0, 2]
     for name, why in (("none.csv", "no file"), ("t.csv", "no column 'ward'; did you mean")):
         (tmp_path / "t.csv").write_text("y,x[0],x[1],wards\n")
         with pytest.raises(InputError, match=why):

@@ -9,6 +9,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -21,11 +22,12 @@ from secure_fvi.cli import cli
 from secure_fvi.deployment.deciding import Decision, stated_policy
 from secure_fvi.deployment.keeping import TEMPLATE
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.policy import read_policy
+from secure_fvi.deployment.policy import read_policy, rule_of
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail_verify import verify
+from secure_fvi.dictionary import parse_dictionary
 from secure_fvi.errors import PolicyError
-from secure_fvi.runs import wording
+from secure_fvi.runs import records, wording
 from secure_fvi.runs.config import Privacy, read
 from secure_fvi.runs.records import formula_model, formula_part
 
@@ -191,6 +193,7 @@ def test_where_the_server_adds_the_noise_no_job_leaves_one_record_out(
     where the number of records is public. The control leaves out each formula's own: totals differ by one row."""
     if not held:
         monkeypatch.setattr(Decision, "_complete", ())
+        monkeypatch.setattr(Decision, "_fitting", ())
     study, second = Study(world, tmp_path), "wheeze ~ 1 + (1 | child)"
     rows = study.rows(0)
     study.write("east", [*rows[:-1], rows[-1].replace(",no,", ",,").replace(",yes,", ",,")])
@@ -212,6 +215,49 @@ def test_where_the_server_adds_the_noise_no_job_leaves_one_record_out(
         model = formula_model(offer.config.model)
         seen.append(int(formula_part(decision.local_config("east"), "east", model, [])[0]["present"].sum()))
     assert seen == ([89, 89] if held else [90, 89])
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("by", ["family", "most", "dtype"])
+def test_where_the_server_adds_the_noise_a_record_fits_all_formulas_or_none(
+    world: World, tmp_path: Path, by: str, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two jobs that a policy lets in one does not take the last child: a count below 0, a visit more than `most`, a
+    number past 32 bits. Neither does the other, whose exact total would differ by that child's. The control is the
+    former rule, by which a record had to fit the job's own formula alone, in the job's own type."""
+    if not held:
+        monkeypatch.setattr(Decision, "_fitting", ())
+        monkeypatch.setattr(records, "_fitted_as", lambda config: config.run.torch_dtype)
+    study = Study(world, tmp_path)
+    head, *rows = study.rows(0)
+    rows = [f"{row},2,1.0" for row in rows]
+    rows[-1] = rows[-1].replace(",2,1.0", {"family": ",-1,1.0", "most": ",2,1.0", "dtype": ",2,1e39"}[by])
+    rows += [rows[-1].replace(",9,", ",10,").replace(",2,", ",3,", 1)] if by == "most" else []
+    study.write("east", [f"{head},colds,dose", *rows])
+    told = DICTIONARY + "".join(
+        f'[columns.{name}]\nkind = "{kind}"\ncentre = 1.0\nscale = 1.0\n'
+        for name, kind in (("colds", "integer"), ("dose", "number"))
+    )
+    coded = {"dictionary": parse_dictionary(told, "d").to_table(), "options": {"most": {"rows": 4}}}
+    jobs: list[dict[str, Any]] = [{**coded, "formula": "colds ~ dose + (1 | child)", "family": "gaussian"}] * 2
+    jobs[1] = jobs[0] | {"family": {"family": "poisson"}, "most": {"options": {"most": {"rows": 3}}}}.get(by, {})
+    rules = [rule_of(study.config.model.model_copy(update=job)) for job in jobs]
+    if by == "family":  # in one rule
+        rules = [rules[0] | {"family": "any"}]
+    privacy = Privacy.model_validate({"unit": "record", "epsilon": 1.0, "delta": 1e-5, "noise": "server"})
+    floor = {"max_epsilon": 1.0, "max_delta": 1e-4, "min_noise_multiplier": 0.1, "noise": ["server"]}
+    seen = []
+    for job, dtype in zip(jobs, ("float64", "float32" if by == "dtype" else "float64"), strict=True):
+        run = study.config.run.model_copy(update={"dtype": dtype})
+        study.config = study.config.model_copy(update={"privacy": privacy, "run": run})
+        study.allow("east", dictionary=told, model=rules, privacy=floor)
+        offer, policy = study.offer(**job), read_policy(world.homes["east"].policy_file)
+        check(offer, policy)
+        config = Decision(offer, world.homes["east"].roster(NOW), policy, policy.data["data"]).local_config("east")
+        left_out: list[str] = []
+        seen.append(len(formula_part(config, "east", formula_model(offer.config.model), left_out)[0]["y"]))
+        assert bool(left_out) is (seen[-1] < 30)
+    assert seen == ([29, 29] if held else [30, 29])
 
 
 def test_a_job_writes_no_file_where_it_likes(door: Door) -> None:
