@@ -75,7 +75,7 @@ from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate, NoiseSource
 from secure_fvi.privacy.settings import RecordDP, exact_totals
 from secure_fvi.runs.config import RECORD_ID, Config, chosen, title
-from secure_fvi.runs.records import formula_part, schema_beforehand, silo_part
+from secure_fvi.runs.records import formula_part, formula_rows_alone, schema_beforehand, silo_part
 from secure_fvi.silo import UNANSWERABLE, Limits, Silo, silo_view
 
 if TYPE_CHECKING:
@@ -357,8 +357,9 @@ class SiteJob:
         left_out: list[str] = []
 
         def read(known: Schema | None) -> _Own:
-            # Rows as they were read, whatever the job's own options leave out of them: or else of two jobs one would be
-            # over other rows, as its digest says, where one record does not fit it, and a pinned one over none.
+            # Rows as they were read, whatever the job's own options leave out of them, or where totals are exact other
+            # formulas' columns: or else of two jobs one would be over other rows, as its digest says, where one record
+            # does not fit it, and a pinned one over none.
             used: Mapping[str, Any]
             left, as_read = None, dict[str, Tensor]()
             if formula is not None:
@@ -366,6 +367,7 @@ class SiteJob:
                 ids, own, used = torch.arange(len(rows["y"])), False, found.columns
                 if exact_totals(self._privacy):
                     left = found.read, found.read - len(found.columns[formula.columns[0]])
+                    used = formula_rows_alone(config, home.id, formula).columns if by_record else used
             else:
                 more = (left_out, as_read) if by_record else ()
                 rows, ids, own = silo_part(config, home.id, local.data_dir, *more)

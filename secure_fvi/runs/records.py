@@ -376,10 +376,16 @@ def _besides(listed: Sequence[Model], model: MixedModel) -> list[MixedModel]:
     return found
 
 
-def formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
-    """A silo's rows as a formula's model reads them; `key` is the configuration key that named its table. Raises
-    DataError, InputError."""
-    return _own(_formula_read(silo, key, model), model)
+def formula_rows(silo: SiloFile, key: str, model: MixedModel, spoilt: list[str] | None = None) -> Coded:
+    """A silo's rows as a formula's model reads them; `key` is the configuration key that named its table. spoilt: rows
+    that cannot be read are left out, and it is told of them. Raises DataError, InputError."""
+    return _own(_formula_read(silo, key, model, spoilt), model)
+
+
+def formula_rows_alone(config: Config, silo: str, model: MixedModel) -> Coded:
+    """The same under record privacy, also those with a gap in a column that is another formula's."""
+    at = next(j for j, s in enumerate(config.silo) if s.id == silo)
+    return formula_rows(config.silo[at].model_copy(update={"complete": ()}), f"silo[{at}].data", model, [])
 
 
 def _own(found: Coded, model: MixedModel) -> Coded:

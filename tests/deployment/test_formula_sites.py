@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -465,6 +466,39 @@ def test_a_log_says_no_more_of_rows_that_are_not_used_than_of_others(
     for before, job in (("other rows than in", "one"), ("other rows than in", "two"), ("as in", "four")):
         assert f"{before} job '{job}'" in study.log()
     assert ("other rows than in job 'five'" in study.log()) is not former
+
+
+@pytest.mark.parametrize("former", [False, True])
+def test_where_rows_are_pinned_a_gap_in_another_formulas_column_decides_on_no_others(
+    study: Study, monkeypatch: pytest.MonkeyPatch, former: bool
+) -> None:
+    """Where the server adds the noise, rows with a gap in a column of any formula of the policy are left out; in a job
+    whose sites add it they are not. Of one formula's two jobs the second is over all children but one's visit, and says
+    that the rows are the same. The control, the former rule, held the rows without that gap against the pin: one record
+    took all 30 out of a sum that the server sees."""
+    if former:
+        part = functools.partial(records.formula_part, spoilt=[])
+        monkeypatch.setattr(site_job, "formula_rows_alone", lambda *named: part(*named)[1])
+    second = "wheeze ~ 1 + (1 | child)"
+    rows = study.rows(0)
+    study.write("east", [*rows[:-1], rows[-1].replace(",no,", ",,").replace(",yes,", ",,")])
+    allowed = {"dp": "optional", "max_epsilon": 1.0, "max_delta": 1e-5, "min_noise_multiplier": 0.1}
+    allowed |= {"units": ["record"], "noise": ["server", "silo"]}
+    rule = {"formula": [FORMULA, second], "family": "bernoulli", "priors": "any", "most": {"rows": 4}}
+    data = {"cohort": "pinned", "epsilon": 3.0, "delta": 1e-5}
+    visits = []
+    for job, noise in (("one", "silo"), ("two", "server")):
+        said = {"unit": "record", "epsilon": 0.3, "delta": 1e-6, "noise": noise, "data_set": "data"}
+        study.config = study.config.model_copy(update={"privacy": Privacy.model_validate(said)})
+        study.allow("east", model=[rule], privacy=allowed, data=data)
+        offer = dataclasses.replace(study.offer(formula=second, options={"most": {"rows": 4}}), job=job)
+        with contextlib.closing(Site(study.world.homes["east"], Local())) as site:
+            met(study.world.homes["hub"], site)
+            site.handle(job, JOIN + sign_offer(offer, study.world.homes["hub"].identity()))
+            assert isinstance(site._job, SiteJob)
+            visits.append(int(site._job.view.rows["present"][: site._job.view.size].sum()))
+    assert visits == [90, 0 if former else 89]
+    assert ("as in job 'one'" in study.log()) is not former
 
 
 @pytest.mark.slow  # what reads the table is of the first tier, in test_table_files.py
