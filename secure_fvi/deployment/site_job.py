@@ -75,7 +75,7 @@ from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate, NoiseSource
 from secure_fvi.privacy.settings import RecordDP, exact_totals
 from secure_fvi.runs.config import RECORD_ID, Config, chosen, title
-from secure_fvi.runs.records import formula_part, formula_rows_alone, schema_beforehand, silo_part
+from secure_fvi.runs.records import file_of, formula_part, formula_rows_alone, schema_beforehand, silo_part
 from secure_fvi.silo import UNANSWERABLE, Limits, Silo, silo_view
 
 if TYPE_CHECKING:
@@ -361,13 +361,16 @@ class SiteJob:
             # formulas' columns: or else of two jobs one would be over other rows, as its digest says, where one record
             # does not fit it, and a pinned one over none.
             used: Mapping[str, Any]
-            left, as_read = None, dict[str, Tensor]()
+            left, as_read, beside = None, dict[str, Tensor](), ""
             if formula is not None:
                 rows, found = formula_part(config, home.id, formula, *([left_out] if by_record else []))
                 ids, own, used = torch.arange(len(rows["y"])), False, found.columns
                 if exact_totals(self._privacy):
                     left = found.read, found.read - len(found.columns[formula.columns[0]])
-                    used = formula_rows_alone(config, home.id, formula).columns if by_record else used
+                    if by_record:
+                        used, own_file = formula_rows_alone(config, home.id, formula).columns, file_of(config, home.id)
+                        listed = [(m.formula, m.family, m.options) for m in own_file.fitting]
+                        beside = repr((own_file.complete, listed))
             else:
                 more = (left_out, as_read) if by_record else ()
                 rows, ids, own = silo_part(config, home.id, local.data_dir, *more)
@@ -378,7 +381,8 @@ class SiteJob:
             if not own:
                 with self._told_alone():
                     check_repeats(records.rows, home.id, used)
-            return _Own(schema, records, ids, own, Cohort(home, decision.offer, self.folder, used, decision.data, left))
+            cohort = Cohort(home, decision.offer, self.folder, used, decision.data, left, beside)
+            return _Own(schema, records, ids, own, cohort)
 
         if self._privacy is None:
             with _of_data(home.id):
@@ -595,12 +599,13 @@ class Cohort:
     Raises DataError where they are not those that the job began with here, or that the policy asks for. rows: of a job
     that uses none the names of columns alone; no later job is held to these, and the log says of them what it would of
     rows that have changed: their digest is another for other columns, and of another data set. left: of a formula's job
-    whose totals the server sees exactly, how many rows there are and how many of them were left out.
+    whose totals the server sees exactly, how many rows there are and how many of them were left out. beside: by what
+    else of the policy's these rows are left out, which the job began with too.
     """
 
     def __init__(
         self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Any] | Collection[str],
-        rule: DataRule | None, left: tuple[int, int] | None = None,
+        rule: DataRule | None, left: tuple[int, int] | None = None, beside: str = "",
     ) -> None:  # fmt: skip
         key = hashlib.blake2b(b"secure-fvi/cohort/1", key=home.state_secret(), digest_size=32).digest()
         self._none = not isinstance(rows, Mapping)
@@ -609,13 +614,14 @@ class Cohort:
         else:
             said = repr((offer.data_set, sorted(rows))).encode()
             self.digest = hashlib.blake2b(said, key=key, digest_size=32, person=b"fvi no rows/1").digest()
+        self._held = hashlib.blake2b(self.digest + beside.encode(), digest_size=32).digest() if beside else self.digest
         self._job, self._data_set, self._path = offer.job, offer.data_set, folder / "cohort"
         self._before, self._left = home.state_folder / _COHORTS, left
         self._kept = _cohorts(home)
         self._begun = self._path.read_bytes() if self._path.exists() else None
         if self._none:
             return
-        if self._begun is not None and self._begun != self.digest:
+        if self._begun is not None and self._begun != self._held:
             raise DataError(f"silo '{home.id}': its rows are not those that the job began with; put them back")
         self._check(home.id, rule.cohort if rule is not None else "said")
 
@@ -648,8 +654,8 @@ class Cohort:
             if not self._none:
                 held |= found if self._left is None else {**found, "left": [*self._left, self._job]}
             write_atomically(self._before, json.dumps(self._kept).encode())
-            write_atomically(self._path, self.digest)
-            self._begun = self.digest
+            write_atomically(self._path, self._held)
+            self._begun = self._held
 
 
 def _cohorts(home: Home) -> dict[str, Any]:

@@ -385,7 +385,12 @@ def formula_rows(silo: SiloFile, key: str, model: MixedModel, spoilt: list[str] 
 def formula_rows_alone(config: Config, silo: str, model: MixedModel) -> Coded:
     """The same under record privacy, also those with a gap in a column that is another formula's."""
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    return formula_rows(config.silo[at].model_copy(update={"complete": ()}), f"silo[{at}].data", model, [])
+    return formula_rows(file_of(config, silo).model_copy(update={"complete": ()}), f"silo[{at}].data", model, [])
+
+
+def file_of(config: Config, silo: str) -> SiloFile:
+    """A silo's own table of `config`."""
+    return next(s for s in config.silo if s.id == silo)
 
 
 def _own(found: Coded, model: MixedModel) -> Coded:

@@ -499,6 +499,13 @@ def test_where_rows_are_pinned_a_gap_in_another_formulas_column_decides_on_no_ot
             visits.append(int(site._job.view.rows["present"][: site._job.view.size].sum()))
     assert visits == [90, 0 if former else 89]
     assert ("as in job 'one'" in study.log()) is not former
+    for formulas in ([FORMULA, second], second):  # a job goes on under what left rows out when it began, or with none
+        study.allow("east", model=[rule | {"formula": formulas}], privacy=allowed, data=data)
+        with contextlib.closing(Site(study.world.homes["east"], Local())) as site:
+            met(study.world.homes["hub"], site)
+            site.handle("two", JOIN + sign_offer(offer, study.world.homes["hub"].identity()))
+            assert isinstance(site._job, SiteJob)
+            assert site._job.unfit.whole is (former or formulas == second)
 
 
 @pytest.mark.slow  # what reads the table is of the first tier, in test_table_files.py
