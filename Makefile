@@ -7,14 +7,10 @@ EXTRAS ?= dev
 # Exact versions, each file by its hash; nothing is built from what is not in the lock.
 LOCKED := install -q --require-hashes --no-deps -r
 
-# One environment for all targets. Torch's CPU build is taken where there is one (an error of that line is none); where it
-# is PyPI's build for Linux, its CUDA libraries come too.
+# One environment for all targets.
 .venv/.installed: pyproject.toml lab/pyproject.toml requirements.lock requirements-extras.lock requirements-cuda.lock
 	$(PYTHON) -m venv .venv || python3 -m venv .venv
-	-$(BIN)/pip $(LOCKED) requirements-cpu.lock 2> /dev/null
-	$(BIN)/pip $(LOCKED) requirements.lock
-	if $(BIN)/python -c "import sys, importlib.metadata as m; sys.exit('+' in m.version('torch') or sys.platform != 'linux')"; \
-		then $(BIN)/pip $(LOCKED) requirements-cuda.lock; fi
+	.ci/locked .venv
 	$(if $(filter-out dev,$(EXTRAS)),$(BIN)/pip $(LOCKED) requirements-extras.lock)
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e . -e ./lab
 	touch $@
@@ -129,8 +125,7 @@ release: wheel
 	test -z "$$(git status --porcelain)" || { echo "the working tree is not what is tagged"; exit 1; }
 	rm -rf dist build/release && mkdir dist && cp build/wheel/*.whl dist/
 	$(PYTHON) -m venv build/release/site && $(PYTHON) -m venv build/release/tool
-	-build/release/site/bin/pip $(LOCKED) requirements-cpu.lock 2> /dev/null
-	build/release/site/bin/pip $(LOCKED) requirements.lock
+	.ci/locked build/release/site
 	build/release/site/bin/pip install -q --no-deps dist/*.whl
 	build/release/site/bin/pip uninstall -q -y $$(build/release/site/bin/python .ci/unneeded.py 'secure-fvi[distributed]')
 	cd build/release && site/bin/secure-fvi --version && ! site/bin/secure-fvi bench && site/bin/python -c 'import secure_fvi.deployment.serving'
