@@ -54,7 +54,7 @@ def messages_of(transcript: Transcript, layout: Layout | None = None) -> Seen:
         by_phase.setdefault(message.phase, []).append((np.stack(rows), np.stack(more)))
     if not by_phase:
         raise InputError(f"'{transcript.seen_by}' sees no contribution; messages are attacked from the server's view")
-    raw, derived = _by_silo(by_phase)
+    raw, derived = _by_silo(by_phase, transcript, len(transcript.silos))
     lengths = {silo: [e.size for e in transcript.entries if e.party == silo] for silo in transcript.silos}
     mean_length = np.array([[np.mean(lengths[silo])] for silo in transcript.silos])
     return Seen(np.concatenate([raw, derived, mean_length], 1), raw.shape[1])
@@ -69,7 +69,7 @@ def totals_of(transcript: Transcript, layout: Layout | None = None) -> Seen:
         by_phase.setdefault(outcome.phase, []).append((outcome.released[None], more[None]))
     if not by_phase:
         raise InputError(f"'{transcript.seen_by}' sees no totals")
-    raw, derived = _by_silo(by_phase)
+    raw, derived = _by_silo(by_phase, transcript, 1)
     return Seen(np.repeat(np.concatenate([raw, derived], 1), len(transcript.silos), 0), raw.shape[1])
 
 
@@ -95,11 +95,15 @@ def contributions_in_clear(transcript: Transcript) -> list[dict[str, FloatArray]
     ]
 
 
-def _by_silo(by_phase: dict[str, list[tuple[FloatArray, FloatArray]]]) -> tuple[FloatArray, FloatArray]:
-    """(J, D) means over stretches of the numbers and of what was computed from them, phase after phase."""
+def _by_silo(
+    by_phase: dict[str, list[tuple[FloatArray, FloatArray]]], transcript: Transcript, silos: int
+) -> tuple[FloatArray, FloatArray]:
+    """(J, D) means over stretches of the numbers and of what was computed from them, phase after phase: the same D for
+    all runs of a program, however many sums each took to end."""
+    never = {name: [(np.zeros((silos, table.size)), np.zeros((silos, 0)))] for name, table in transcript.tables.items()}
     sides = []
     for side in (0, 1):
-        parts = [_stretches(np.stack([row[side] for row in rows])) for rows in by_phase.values()]
+        parts = [_stretches(np.stack([row[side] for row in rows])) for rows in {**never, **by_phase}.values()]
         sides.append(np.concatenate([p.transpose(1, 0, 2).reshape(p.shape[1], -1) for p in parts], 1))
     return sides[0], sides[1]
 
@@ -146,11 +150,12 @@ def _norms(gradient: FloatArray, layout: Layout) -> FloatArray:
 
 
 def _stretches(values: FloatArray) -> FloatArray:
-    """Means over stretches of the first axis, as far as there are numbers; 0 where a silo was not asked."""
+    """Means over stretches of the first axis; 0 where a silo was not asked, and past the last of fewer."""
     parts = np.array_split(values, min(STRETCHES, len(values)))
     present = [np.isfinite(p) for p in parts]
     sums = [np.where(there, p, 0.0).sum(0) for p, there in zip(parts, present, strict=True)]
-    return np.stack([s / np.maximum(there.sum(0), 1) for s, there in zip(sums, present, strict=True)])
+    means = np.stack([s / np.maximum(there.sum(0), 1) for s, there in zip(sums, present, strict=True)])
+    return np.concatenate([means, np.zeros((STRETCHES - len(means), *means.shape[1:]))])
 
 
 def _numbers(kind: str, raw: bytes | None, size: int) -> FloatArray:

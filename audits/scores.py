@@ -241,7 +241,8 @@ def ridge(known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatA
     From examples whose answer the adversary knows to guesses (B,) for `unknown` (B, D). How many columns is decided by
     cross-validation, columns being chosen anew in each fold; the penalty by the exact leave-one-out error given them.
     """
-    x, new = standardised(known, unknown)
+    told = known.min(0) < known.max(0)
+    x, new = standardised(known[:, told], unknown[:, told])
     sizes = [x.shape[1], *(k for k in _COLUMNS if k < x.shape[1])]
     fold = np.random.default_rng(2).permutation(len(x)) % _FOLDS
     errors = np.zeros(1 + len(sizes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,21 @@ def test_features_are_what_the_server_sees() -> None:
             from_totals(blind)
     with pytest.raises(InputError, match="sees no contribution"):
         from_messages(seen.view(NETWORK))
+
+
+def test_features_are_as_many_however_many_sums_a_run_took() -> None:
+    """A run that ends with one sum fewer of its last phase, or without that phase, is laid beside the others."""
+    problem = make_intercepts()
+    algorithm = sf.SFVIAvg(rounds=3, local_steps=5)
+    laboratory = Laboratory(problem.model, algorithm, sf.Plain(), worlds=1, simulated=True)
+    seen = laboratory.run(problem.silos, 1).transcript
+    each = 2 * len(problem.silos)  # a question and an answer
+    assert [s.phase for s in seen.sums[-2:]] == ["refine", "refine"]
+    for kept in (len(seen.sums) - 1, len(seen.sums) - 2):
+        shorter = replace(seen, entries=seen.entries[: each * kept], sums=seen.sums[:kept])
+        assert len(shorter.contributions()) == kept
+        assert from_messages(shorter).shape == from_messages(seen).shape
+        assert from_totals(shorter).shape == from_totals(seen).shape
 
 
 @pytest.mark.slow
