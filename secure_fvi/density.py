@@ -19,8 +19,10 @@ from typing import Any, Literal, NamedTuple
 import pyro
 import torch
 from torch import Tensor
+from torch.distributions import constraints
+from torch.distributions.constraints import Constraint
 
-from secure_fvi.errors import DataError
+from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.trees import Params as Params
 
@@ -218,3 +220,26 @@ class LogDensity:
         split = self.layout.split
         latents = {**split(z_global, "global"), **split(z_silo, "silo"), **split(z_record, "record")}
         return self.run(latents, theta, rows, densities)
+
+
+def param_constraint(msg: Any) -> Constraint:
+    """The constraint that a `pyro.param` statement names, real numbers by default; of a PyroModule's PyroParam, which
+    names none, that under which the module has put it into Pyro's store."""
+    name = msg["name"]
+    if _from_module(msg):
+        return pyro.get_param_store()._constraints[name]
+    return msg["kwargs"].get("constraint", constraints.real)
+
+
+def param_start(msg: Any) -> Tensor:
+    """Where a `pyro.param` begins, in its own space. Raises InputError where nothing says so."""
+    if _from_module(msg):
+        return pyro.get_param_store()[msg["name"]].detach()
+    if len(msg["args"]) < 2:
+        raise InputError(f"pyro.param '{msg['name']}' has no initial value where it is first used")
+    start = msg["args"][1]
+    return torch.as_tensor(start() if callable(start) else start).detach()
+
+
+def _from_module(msg: Any) -> bool:
+    return len(msg["args"]) < 2 and msg["name"] in pyro.get_param_store()

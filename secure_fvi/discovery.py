@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.distributions import biject_to, transform_to
 from torch.overrides import TorchFunctionMode
 
-from secure_fvi.density import Layout, Params, Role, Site, Start, running
+from secure_fvi.density import Layout, Params, Role, Site, Start, param_constraint, param_start, running
 from secure_fvi.errors import InputError, SecureFVIWarning, one_line
 from secure_fvi.federated_model import FederatedModel, Schema
-from secure_fvi.program_density import choice, has_no_density, param_constraint, param_start, record_dim, site_mask
+from secure_fvi.program_density import choice, has_no_density, record_dim, site_mask
 from secure_fvi.randomness import seeded
 
 #: Values of a record's discrete sites together, each of which is a run of the program in every step.

@@ -93,3 +93,16 @@ class Optimizer:
             for key in entries:
                 new_state[prefix + key] = optimizer.state[moved][key]
         return new_params, new_state
+
+
+def mean_units(stddev: Tensor) -> Tensor:
+    """The unit in which a mean takes its steps: 1, or the posterior sd where that is larger.
+
+    Means of wide posteriors would otherwise creep, since an adaptive optimiser's steps have the length of the
+    learning rate whatever the scale of the parameter.
+    """
+    return stddev.clamp(min=1.0)
+
+
+def local_units(params: Params) -> Params:
+    return {"loc": mean_units(params["log_scale"].exp())} if params else {}

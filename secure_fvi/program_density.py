@@ -12,19 +12,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pyro
 import torch
 from pyro.distributions import Delta, MaskedDistribution, Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.distributions import Categorical, biject_to, constraints, transform_to
-from torch.distributions.constraints import Constraint
+from torch.distributions import Categorical, biject_to, transform_to
 from torch.overrides import TorchFunctionMode
 
 from secure_fvi import compiled
-from secure_fvi.density import Layout, LogDensity, LogTerms, Params, Role, Start, running
+from secure_fvi.density import Layout, LogDensity, LogTerms, Params, Role, Start, param_constraint, running
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.later import Later
@@ -165,29 +163,6 @@ def observed_value(msg: Any) -> Tensor:
 def record_dim(msg: Any, record_plate: str) -> int:
     """The batch dimension (negative) of the record plate around a site, 0 when it is outside."""
     return next((frame.dim for frame in msg["cond_indep_stack"] if frame.name == record_plate), 0)
-
-
-def param_constraint(msg: Any) -> Constraint:
-    """The constraint that a `pyro.param` statement names, real numbers by default; of a PyroModule's PyroParam, which
-    names none, that under which the module has put it into Pyro's store."""
-    name = msg["name"]
-    if _from_module(msg):
-        return pyro.get_param_store()._constraints[name]
-    return msg["kwargs"].get("constraint", constraints.real)
-
-
-def param_start(msg: Any) -> Tensor:
-    """Where a `pyro.param` begins, in its own space. Raises InputError where nothing says so."""
-    if _from_module(msg):
-        return pyro.get_param_store()[msg["name"]].detach()
-    if len(msg["args"]) < 2:
-        raise InputError(f"pyro.param '{msg['name']}' has no initial value where it is first used")
-    start = msg["args"][1]
-    return torch.as_tensor(start() if callable(start) else start).detach()
-
-
-def _from_module(msg: Any) -> bool:
-    return len(msg["args"]) < 2 and msg["name"] in pyro.get_param_store()
 
 
 class _Graph:

@@ -27,13 +27,13 @@ from torch.distributions import transform_to
 from secure_fvi.algorithms.base import Posterior, Problem, Verdict
 from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
-from secure_fvi.density import Layout, Params, running
+from secure_fvi.density import Layout, Params, param_constraint, param_start, running
 from secure_fvi.discovery import kind_of
 from secure_fvi.draws import LocalPosterior, SitePosterior, SitePosteriors, draw_global, draws_that_fit, to_arviz
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.files import write_atomically
-from secure_fvi.program_density import choice, has_no_density, observed_value, param_constraint, param_start, record_dim
+from secure_fvi.program_density import choice, has_no_density, observed_value, record_dim
 from secure_fvi.randomness import seeded
 from secure_fvi.summary import (
     LEVELS,

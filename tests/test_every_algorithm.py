@@ -21,7 +21,8 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.vertical import Bernoulli, Soul, Vertical
+from secure_fvi.algorithms.vertical import Bernoulli, Vertical
+from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import flatten
 from secure_fvi.driving import Parties as Built

@@ -38,7 +38,6 @@ from secure_fvi.algorithms.natural import (
 )
 from secure_fvi.algorithms.refining import Refiner
 from secure_fvi.algorithms.stationarity import SiloSlope
-from secure_fvi.algorithms.structured import local_units
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.compiled import Traced, over_draws, waiting
 from secure_fvi.density import LogDensity
@@ -47,7 +46,7 @@ from secure_fvi.families import Amortised, Conditional, Full, LocalFamily, Param
 from secure_fvi.families.conditional import ENCODER
 from secure_fvi.families.gaussian import INITIAL_SCALE, unit_lower
 from secure_fvi.objective import SiloFunction, SiloGradient, silo_gradient, vjp
-from secure_fvi.optimizers import Optimizer
+from secure_fvi.optimizers import Optimizer, local_units
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
 from secure_fvi.randomness import start_draws
 from secure_fvi.trees import merge, part, take, write

@@ -26,7 +26,8 @@ from secure_fvi.families import GlobalFamily, Params, global_family
 from secure_fvi.families.conditional import ENCODER
 from secure_fvi.later import Later
 from secure_fvi.objective import SiloGradient
-from secure_fvi.optimizers import Optimizer
+from secure_fvi.optimizers import Optimizer, mean_units
+from secure_fvi.optimizers import local_units as local_units
 from secure_fvi.randomness import server_draws, start_draws
 from secure_fvi.trees import part, take
 
@@ -235,15 +236,6 @@ class StructuredProgram(Program):
         return {REFINED: self._refiner.told(nats, view)}
 
 
-def mean_units(stddev: Tensor) -> Tensor:
-    """The unit in which a mean takes its steps: 1, or the posterior sd where that is larger.
-
-    Means of wide posteriors would otherwise creep, since an adaptive optimiser's steps have the length of the
-    learning rate whatever the scale of the parameter.
-    """
-    return stddev.clamp(min=1.0)
-
-
 #: Entries of a row of a full scale matrix from which on their steps are shortened.
 _LONG_ROW = 4
 
@@ -260,7 +252,3 @@ def global_units(family: GlobalFamily, eta: Params) -> Params:
         rows = torch.tril_indices(family.n, family.n, -1, device=eta["lower"].device)[0].to(eta["lower"])
         units["eta/lower"] = (_LONG_ROW / rows).clamp(max=1.0)
     return units
-
-
-def local_units(params: Params) -> Params:
-    return {"loc": mean_units(params["log_scale"].exp())} if params else {}

@@ -30,7 +30,7 @@ from torch.fx import GraphModule, Node
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import Calls, agree, flatten, trace_graph
-from secure_fvi.density import LogTerms, Params, running
+from secure_fvi.density import LogTerms, Params, param_constraint, running
 from secure_fvi.deployment.fence import CPU_SECONDS, MODEL, MOST_THREADS, call_filter, roles_of
 from secure_fvi.deployment.session_messages import unpack_schema
 from secure_fvi.discovery import Discovery, _centre, _discover, as_model, kind_of, read_layout, start_of
@@ -47,7 +47,7 @@ from secure_fvi.exported import (
 )
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.program_contract import check_program
-from secure_fvi.program_density import ProgramDensity, choice, has_no_density, param_constraint, record_dim
+from secure_fvi.program_density import ProgramDensity, choice, has_no_density, record_dim
 from secure_fvi.program_sites import described, watched
 from secure_fvi.runs.records import python_function
 

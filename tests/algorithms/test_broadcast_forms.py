@@ -23,7 +23,8 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.algorithms import base
 from secure_fvi.algorithms.base import Broadcast, Form
-from secure_fvi.algorithms.vertical import Gaussian, Soul, Vertical
+from secure_fvi.algorithms.vertical import Gaussian, Vertical
+from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.disclosure import disclose
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.fitting import build_parties

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Categorical, Gaussian, Poisson, Soul, Vertical
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Categorical, Gaussian, Poisson, Vertical
 from secure_fvi.algorithms.vertical.predictors import linear
+from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.columns import VerticalResult
 from secure_fvi.driving import Parties
 from secure_fvi.engines.local import LocalEngine

@@ -10,7 +10,8 @@ import torch
 from gaussian import joint, make
 from torch import Tensor
 
-from secure_fvi.algorithms.vertical import Gaussian, Predictor, Soul, SoulSilo, linear
+from secure_fvi.algorithms.vertical import Gaussian, Predictor, linear
+from secure_fvi.algorithms.vertical.soul import Soul, SoulSilo
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 

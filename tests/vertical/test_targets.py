@@ -11,7 +11,8 @@ import torch
 from pyro.distributions import Normal
 from torch.nn.functional import logsigmoid
 
-from secure_fvi.algorithms.vertical import Bernoulli, Soul
+from secure_fvi.algorithms.vertical import Bernoulli
+from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.models.vertical_programs import make_data
 from secure_fvi_lab.experiments.vertical_batched import POOLED, fit, log_marginal, sample, soul_mode

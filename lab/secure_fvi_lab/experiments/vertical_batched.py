@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import secure_fvi as sf
-from secure_fvi.algorithms.vertical import Integrated, Likelihood, Soul, Vertical, linear
+from secure_fvi.algorithms.vertical import Integrated, Likelihood, Vertical, linear
 from secure_fvi.algorithms.vertical.predictors import Program
+from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.errors import SecureFVIWarning

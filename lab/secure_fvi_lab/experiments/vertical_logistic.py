@@ -28,7 +28,8 @@ from pyro.optim import Adam
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Integrated, MeanField, Soul, Vertical
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Integrated, MeanField, Vertical
+from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_programs import COLUMNS, RECORDS, Data, make_data

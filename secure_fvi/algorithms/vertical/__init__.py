@@ -10,7 +10,6 @@ from secure_fvi.algorithms.vertical.predictors import (
     grouped_slopes,
     linear,
 )
-from secure_fvi.algorithms.vertical.soul import Soul, SoulSilo
 from secure_fvi.algorithms.vertical.steps import VerticalServer, VerticalSilo
 from secure_fvi.algorithms.vertical.vertical import AUXILIARY_PHASE, SLOPE_PHASE, Vertical, shared_batch
 
@@ -27,8 +26,6 @@ __all__ = [
     "MeanField",
     "Poisson",
     "Predictor",
-    "Soul",
-    "SoulSilo",
     "Vertical",
     "VerticalServer",
     "VerticalSilo",

@@ -26,7 +26,6 @@ from torch.nn.functional import logsigmoid
 from secure_fvi.algorithms.vertical.predictors import each_alone
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import LOG_2PI
-from secure_fvi.objective import vjp
 from secure_fvi.options import Positive, check
 from secure_fvi.trees import Params
 
@@ -249,7 +248,7 @@ def slopes(
         terms = likelihood.log_prob(y, predictor + offset.unsqueeze(-1), gamma)
         return terms.sum(), (weights * terms).sum()
 
-    (_, value), pull_back = vjp(log_prob, predictor, gamma)
+    (_, value), pull_back = torch.func.vjp(log_prob, predictor, gamma)[:2]
     one, zero = torch.ones_like(value), torch.zeros_like(value)
     return Slopes(value, pull_back((one, zero))[0], pull_back((zero, one))[1])
 

@@ -25,14 +25,13 @@ from torch.distributions import biject_to, transform_to
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
-from secure_fvi.density import running
+from secure_fvi.density import param_constraint, param_start, running
 from secure_fvi.errors import DataError, InputError, UntestedOperation, one_line
 from secure_fvi.exported import untested_operations
 from secure_fvi.families.gaussian import LOG_2PI
 from secure_fvi.federated_model import Schema
 from secure_fvi.options import check
 from secure_fvi.program_contract import MADE, SPREAD, alike, in_parts, same
-from secure_fvi.program_density import param_constraint, param_start
 from secure_fvi.trees import Params
 
 Program = Callable[..., Tensor]

@@ -25,14 +25,13 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.kit import Rows, evaluated
-from secure_fvi.algorithms.structured import local_units, mean_units
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor, each_alone, log_normal
 from secure_fvi.compiled import Mode, TracedOnMade, flatten, structure, threads
 from secure_fvi.errors import SecureFVIWarning, one_line
 from secure_fvi.families import GlobalFamily, global_family
 from secure_fvi.families.gaussian import Point
-from secure_fvi.optimizers import Optimizer
+from secure_fvi.optimizers import Optimizer, local_units, mean_units
 from secure_fvi.privacy.gate import MOST_ROWS
 from secure_fvi.trees import Params, merge, part
 
@@ -225,7 +224,7 @@ class VerticalSilo:
         return SiloParams(shared, record), Moments(m_shared, m_record)
 
     def units(self, params: SiloParams) -> SiloParams:
-        """Means take longer steps where q is wide (`structured.mean_units`)."""
+        """Means take longer steps where q is wide (`optimizers.mean_units`)."""
         record = local_units(params.record)
         return SiloParams({"theta/loc": mean_units(self.family.stddev(part(params.shared, "theta")))}, record)
 
@@ -332,7 +331,7 @@ class VerticalServer:
         return ServerParams(*self.optimizer.step(params.eta, gradient, params.moments, scale, units))
 
     def units(self, eta: Params) -> Params:
-        """Means take longer steps where q is wide (`structured.mean_units`)."""
+        """Means take longer steps where q is wide (`optimizers.mean_units`)."""
         return {"loc": mean_units(self.family.stddev(eta))}
 
 
