@@ -330,26 +330,6 @@ def lean(module: GraphModule, merged: bool = True) -> GraphModule:
     return module
 
 
-def to_map(module: GraphModule) -> GraphModule:
-    """A `lean` graph that can be mapped and differentiated as the function can. Raises ValueError for one that writes
-    into its tensors, or reads them by their memory."""
-    for node in module.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if (schema is not None and schema.is_mutable) or "as_strided" in str(node.target):
-            raise ValueError(str(node.target))
-        if node.op == "call_function":
-            node.target = _MAPPED.get(str(node.target), torch.reshape if node.target is Tensor.view else node.target)
-    module.recompile()
-    return module
-
-
-#: In place of ATen's own: a view that memory forbids becomes a copy.
-_MAPPED: dict[str, Callable[..., Any]] = {
-    "aten.view.default": torch.reshape,
-    "aten._unsafe_view.default": torch.reshape,
-}
-
-
 def _fill_anew(graph: Graph) -> None:
     """A new tensor for each that is filled in place, where nothing else reads its memory."""
 

@@ -19,6 +19,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import Categorical, biject_to, transform_to
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from secure_fvi import compiled
@@ -186,7 +187,7 @@ class _Graph:
         with compiled.Calls() as calls:
             on_flat(*flat)
         graph = compiled.trace_graph(on_flat, flat, axes, False, calls.made)
-        self._run = compiled.to_map(compiled.lean(graph, False)).forward
+        self._run = _to_map(compiled.lean(graph, False)).forward
 
     def __call__(self, *args: Any) -> LogTerms:
         return LogTerms(*self._run(*self._flat(*args)))
@@ -355,3 +356,23 @@ class ProgramDensity(LogDensity):
                 if "is not possible because there exists a Tensor" not in str(error):
                     break
         return False
+
+
+def _to_map(module: GraphModule) -> GraphModule:
+    """A `lean` graph that can be mapped and differentiated as the function can. Raises ValueError for one that writes
+    into its tensors, or reads them by their memory."""
+    for node in module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if (schema is not None and schema.is_mutable) or "as_strided" in str(node.target):
+            raise ValueError(str(node.target))
+        if node.op == "call_function":
+            node.target = _MAPPED.get(str(node.target), torch.reshape if node.target is Tensor.view else node.target)
+    module.recompile()
+    return module
+
+
+#: In place of ATen's own: a view that memory forbids becomes a copy.
+_MAPPED: dict[str, Callable[..., Any]] = {
+    "aten.view.default": torch.reshape,
+    "aten._unsafe_view.default": torch.reshape,
+}
