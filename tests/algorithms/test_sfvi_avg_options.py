@@ -146,7 +146,8 @@ def test_a_batch_stands_for_all_records() -> None:
     at = Point(shared, local.moments, local.latents)
 
     def step(batch: Any) -> Tensor:
-        return program._call(at, silo.view, 0, batch, Factors(1.5, 1.0, 1.0))[0].shared["eta/loc"] - eta["loc"]
+        own = at._replace(own=at.own.taken(program.at(batch)))
+        return program._call(own, silo.view, 0, batch, Factors(1.5, 1.0, 1.0))[0].shared["eta/loc"] - eta["loc"]
 
     whole = step(None)
     batches = torch.stack([step(program.drawn(key, silo.view)) for key in range(1, 301)])
