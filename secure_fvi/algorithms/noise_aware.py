@@ -537,9 +537,10 @@ def _values(precision: Tensor, linear: Tensor, least: float, rng: np.random.Gene
     """Draws (K, n) of numbers with density exp(linear v - precision v^2 / 2) / v from `least` on, on a grid each: of
     logarithms up to where the exponent begins to matter, and from there even."""
     at, error = linear / precision, precision.rsqrt()
-    most = (at.clamp(min=0) + _AROUND * error).clamp(min=10 * least).unsqueeze(-1)
-    near = torch.maximum(at - _AROUND * error, _NEARLY * error).unsqueeze(-1)
-    near = torch.minimum(near, 0.5 * most).clamp(min=2 * least)
+    # Where the likelihood is largest below `least`, it falls off from there, by as much, within this.
+    up = at.clamp(min=0)
+    most = (up + torch.hypot((least - up).clamp(min=0), _AROUND * error)).unsqueeze(-1)
+    near = torch.maximum(at - _AROUND * error, _NEARLY * error).clamp(min=least).unsqueeze(-1)
     low, high = (torch.linspace(0, 1, points, dtype=torch.float64) for points in (_FAR + 1, _NEAR))
     lows, highs = low[:-1] * (2 - low[:-1]) * (near / least).log() + math.log(least), near + (most - near) * high
     grid, log = torch.cat([lows.exp(), highs], -1), torch.cat([lows, highs.log()], -1)
