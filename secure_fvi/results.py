@@ -92,6 +92,14 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
     said["hidden"] = _named(server.program.problem.layout, counted.hidden)
     if counted.assumed is not None:
         said["least_information"] = counted.assumed
+    if counted.dropped is not None:
+        said["ruled_out"] = counted.dropped
+        warnings.warn(
+            f"least_information = {counted.dropped:g} was not used: totals rule it out. Along some direction the data "
+            "tell less, or gradients (of PVI sites) are cut that would tell more; intervals are those without it",
+            SecureFVIWarning,
+            stacklevel=4,
+        )
     return found._replace(counted=counted), {**claim, "sds": said}
 
 

@@ -207,6 +207,8 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
             f"; they rest on least_information = {said['least_information']:g}, which the job declares: that along no "
             f"direction of the global latents data alone leave an sd above {said['least_information'] ** -0.5:.3g}"
         )
+    if said.get("ruled_out") is not None:
+        share += f"; least_information = {said['ruled_out']:g} was not used, since totals rule it out"
     return f"sds and quantiles count the noise of privacy; not what clipping moves, where it cuts one side more{share}"
 
 

@@ -300,6 +300,7 @@ class NoiseAware(NamedTuple):
     cut: float = math.nan  # share of records (or silos) whose gradients are cut, at most; NaN: nothing public tells
     hidden: Tensor | None = None  # (n_global,) whether more than 40% of the prior's variance is left
     assumed: float | None = None  # the job's `least_information`, on which it rests
+    dropped: float | None = None  # the same where totals rule it out, so that nothing rests on it
 
 
 class Posterior(NamedTuple):

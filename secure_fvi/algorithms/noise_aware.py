@@ -14,7 +14,7 @@ variance. With a Gaussian prior the posterior of z is then exact. H itself is kn
 own posterior given the slopes. Its prior knows no directions: eigenvectors are any, all alike, and each eigenvalue is
 even in the logarithm by itself, down to where data say nothing. That is the reference prior of a covariance (Yang and
 Berger 1994), proper here since it ends (`_least`), or where a job declares that data tell more along every direction
-(`least_information`): an assumption, which is refused where what was seen rules it out. The middle of the mixture over
+(`least_information`): an assumption, which is dropped where what was seen rules it out. The middle of the mixture over
 draws, in its central 95%, is the result: a normal of that interval in each number, with the mixture's correlations. Far
 out the mixture is wider.
 
@@ -351,8 +351,8 @@ def _error(told: _Told) -> float:
     return float(inside.reciprocal().mean().sqrt()) / size if size > 0 else math.inf
 
 
-def _ruled_out(told: _Told, floor: float) -> str:
-    """Whether what was seen of H rules out that it is `floor` at least along every direction; in words, or nothing.
+def _ruled_out(told: _Told, floor: float) -> bool:
+    """Whether what was seen of H rules out that it is `floor` at least along every direction.
 
     Where it is, the least eigenvalue of what was seen, less that floor, is no less than that of the noise (Weyl).
     Entries are weighed so that all of the diagonal have noise of variance 1.
@@ -362,20 +362,16 @@ def _ruled_out(told: _Told, floor: float) -> str:
     sizes, weights = told.precision[at].rsqrt(), torch.outer(*2 * [told.precision.diagonal()[seen].pow(0.25)])
     off = (told.estimate[at] - floor * torch.eye(len(seen)).to(sizes)) * weights
     noise = _normals((_CHECKS, len(seen), len(seen)), np.random.default_rng(_SEED)) * sizes * weights
-    if float((torch.linalg.eigvalsh(noise)[:, 0] <= torch.linalg.eigvalsh(off)[0]).double().mean()) >= LEAST_LIKELY:
-        return ""
-    return (
-        f"least_information = {floor:g} is not what was seen: along some direction the data tell less (where they tell "
-        f"as much, one run of {1 / LEAST_LIKELY:g} is refused so); a smaller one, or none, makes intervals wider"
-    )
+    as_low = torch.linalg.eigvalsh(noise)[:, 0] <= torch.linalg.eigvalsh(off)[0]
+    return float(as_low.double().mean()) < LEAST_LIKELY
 
 
 def _integrated(
     told: _Told, g: Tensor, at: Tensor, variance: float, excess: float, prior: Natural, rounds: int, floor: float | None
 ) -> NoiseAware | str:
     """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues)."""
-    if floor is not None and (why := _ruled_out(told, floor)):
-        return why
+    dropped = floor if floor is not None and _ruled_out(told, floor) else None
+    floor = floor if dropped is None else None
     values, vectors = _curvatures(told, float(prior.precision.diagonal().mean()), floor or 0.0)
     curvatures = torch.linalg.eigvalsh(prior.precision)
     unlike, untold = float(curvatures[-1] / curvatures[0]) ** 0.5, (values.amin(1) < curvatures[0]).double().mean()
@@ -410,7 +406,7 @@ def _integrated(
     most = _MOSTLY * torch.linalg.inv(prior.precision).diagonal()
     hidden = covariance.diagonal() > most
     covariance, without = _symmetric(covariance), _symmetric(without)
-    return NoiseAware(mean, covariance, without, _error(told), rounds, hidden=hidden, assumed=floor)
+    return NoiseAware(mean, covariance, without, _error(told), rounds, hidden=hidden, assumed=floor, dropped=dropped)
 
 
 def _bent(drawn: Tensor, strayed: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class SFVI:
     least_information: Positive | None = None
     """Under differential privacy, a public assumption that narrows intervals: the data's Fisher information about Z_G
     (n_global, in unconstrained space, of gradients as they are clipped) has no eigenvalue below it. Say it from what is
-    known without the data; where totals rule it out there are no intervals."""
+    known without the data; where totals rule it out it is not used, and the run warns."""
 
     name = "sfvi"
 
