@@ -128,8 +128,8 @@ def measure(fits: int, seed: int = 0, adult: bool = False, data: Path | None = N
         rows = [_adult_row(columns, fits, seed, data) for columns in ADULT]
         return {"machine": machine(), "rounds": ADULT_ROUNDS, "delta": ADULT_DELTA, "rows": rows}
     cells = [(kind, n, e) for kind in ("linear", "logistic") for n in RECORDS for e in EPSILONS]
-    rows = [sfvi_row(kind, n, e, fits, seed) for kind, n, e in cells]  # type: ignore[arg-type]
-    rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, *FAR) for e in FAR_EPSILONS]
+    rows = [sfvi_row(kind, n, e, fits, seed, declares=True) for kind, n, e in cells]  # type: ignore[arg-type]
+    rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, *FAR, declares=True) for e in FAR_EPSILONS]
     rows += [_pvi_row(e, fits, seed) for e in EPSILONS]
     return {"machine": machine(), "rounds": ROUNDS, "delta": DELTA, "rows": rows}
 
@@ -222,9 +222,11 @@ def simulated(
 
 
 def sfvi_row(
-    kind: Kind, records: int, epsilon: float, fits: int, seed: int, rounds: int = ROUNDS, rate: float = RATE
-) -> dict[str, Any]:
-    """A cell of SFVI. `strayed`: the sd of a row's linear predictor over the broadcasts that are averaged."""
+    kind: Kind, records: int, epsilon: float, fits: int, seed: int, rounds: int = ROUNDS, rate: float = RATE,
+    declares: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """A cell of SFVI; declares: also with `least_information`. `strayed`: the sd of a row's linear predictor over the
+    broadcasts that are averaged."""
     clip = CLIPPING[kind]
     rng = torch.Generator().manual_seed(seed)
     privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=clip, noise="silo", retries=0)
@@ -233,7 +235,7 @@ def sfvi_row(
     data = drawn(kind, records, fits, rng)
     found = simulated(program, kind, data, clip, math.sqrt(variance), rng)
     first = math.ceil(rounds * (1 - program.config.average_last))
-    floor = declared(kind, records)
+    floor = declared(kind, records) if declares else None
     answers, narrowed = _answers(program, found, first, variance, clip, floor)
     q = (found.mean - data.beta).abs() < 1.96 * found.sd
     best = _best_sd(*_cut(kind, data, clip), variance / rounds)
@@ -241,7 +243,7 @@ def sfvi_row(
     return {
         "algorithm": "SFVI", "kind": kind, "records": records, "rounds": rounds, "rate": rate, "strayed": strayed,
         **_told(answers, data.beta, q, best), **_of(privacy),
-        "declared": _declared(floor, narrowed, data.beta, q, best),
+        **({} if floor is None else {"declared": _declared(floor, narrowed, data.beta, q, best)}),
     }  # fmt: skip
 
 
@@ -265,7 +267,7 @@ def traced(z: Tensor, g: Tensor, variance: float) -> tuple[noise_aware.Trace, no
 
 
 def _answers(
-    program: SFVIProgram, found: Fits, first: int, variance: float, clip: float, floor: float
+    program: SFVIProgram, found: Fits, first: int, variance: float, clip: float, floor: float | None
 ) -> tuple[list[NoiseAware | str], list[NoiseAware | str]]:
     """Of the rounds from `first` on: without `least_information`, and where it is `floor`."""
     n, answers, narrowed = found.mean.shape[1], [], []
@@ -274,7 +276,8 @@ def _answers(
     for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
         seen = traced(z, g, variance)
         answers.append(noise_aware.of_gradients(*seen, prior, clip, line))
-        narrowed.append(noise_aware.of_gradients(*seen, prior, clip, line, floor=floor))
+        if floor is not None:
+            narrowed.append(noise_aware.of_gradients(*seen, prior, clip, line, floor=floor))
     return answers, narrowed
 
 
