@@ -101,9 +101,9 @@ def _by_silo(
     """(J, D) means over stretches of the numbers and of what was computed from them, phase after phase: the same D for
     all runs of a program, however many sums each took to end."""
     never = {name: [(np.zeros((silos, table.size)), np.zeros((silos, 0)))] for name, table in transcript.tables.items()}
-    sides = []
+    phases, sides = {**never, **by_phase}, []
     for side in (0, 1):
-        parts = [_stretches(np.stack([row[side] for row in rows])) for rows in {**never, **by_phase}.values()]
+        parts = [_stretches(np.stack([row[side] for row in rows])) for rows in phases.values()]
         sides.append(np.concatenate([p.transpose(1, 0, 2).reshape(p.shape[1], -1) for p in parts], 1))
     return sides[0], sides[1]
 

@@ -65,7 +65,7 @@ _ANSWERS = (
     ("workclass=Private",), ("occupation=Exec-managerial", "occupation=Prof-specialty"),
 )  # fmt: skip
 #: Made data sets by which `least_information` is declared, their seed, and the share of the least eigenvalue.
-_MADE, _MADE_SEED, _SURELY = 100, 20_261_130, 0.5
+MADE, MADE_SEED, SURELY = 100, 20_261_130, 0.5
 _PRIOR = Natural(torch.zeros(DIMENSIONS, dtype=torch.float64), torch.eye(DIMENSIONS, dtype=torch.float64))
 
 
@@ -106,19 +106,23 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         if row.get("rounds", ROUNDS) != ROUNDS:
             name += f", {row['rounds']} rounds"
         if row["given"]:
-            low, high = row["interval"]
-            rest = f"{row['covered']:.3f} ({low:.3f}, {high:.3f})"
-            rest = f"{rest:>24} {row['by_q']:6.3f} {row['best']:6.2f} {row['noise_share']:11.0%}"
-            rest += f" {row['hidden']:7.0%}"
+            rest = f"{interval(row):>24} {row['by_q']:6.3f} {_widths(row)}"
         else:
             rest = f"{'-':>24} {row['by_q']:6.3f}"
         yield f"{name:46} {row['given']:4d}/{row['fits']:<4d} {rest}"
         if (said := row.get("declared")) is not None and said["given"]:
-            low, high = said["interval"]
-            rest = f"{said['covered']:.3f} ({low:.3f}, {high:.3f})"
-            rest = f"{rest:>24} {'':6} {said['best']:6.2f} {said['noise_share']:11.0%} {said['hidden']:7.0%}"
             name = f"  declared: least_information {said['least_information']:.3g}"
-            yield f"{name:46} {said['given']:4d}/{said['fits']:<4d} {rest}"
+            yield f"{name:46} {said['given']:4d}/{said['fits']:<4d} {interval(said):>24} {'':6} {_widths(said)}"
+
+
+def interval(row: dict[str, Any]) -> str:
+    """What is covered, of a cell whose fits had intervals."""
+    low, high = row["interval"]
+    return f"{row['covered']:.3f} ({low:.3f}, {high:.3f})"
+
+
+def _widths(row: dict[str, Any]) -> str:
+    return f"{row['best']:6.2f} {row['noise_share']:11.0%} {row['hidden']:7.0%}"
 
 
 def measure(fits: int, seed: int = 0, adult: bool = False, data: Path | None = None) -> dict[str, Any]:
@@ -249,8 +253,8 @@ def sfvi_row(
 
 def declared(kind: Kind, records: int) -> float:
     """What a job can say of its data's information before it has any."""
-    made = drawn(kind, records, _MADE, torch.Generator().manual_seed(_MADE_SEED))
-    return _SURELY * float(torch.linalg.eigvalsh(_cut(kind, made, CLIPPING[kind])[0]).min())
+    made = drawn(kind, records, MADE, torch.Generator().manual_seed(MADE_SEED))
+    return SURELY * float(torch.linalg.eigvalsh(_cut(kind, made, CLIPPING[kind])[0]).min())
 
 
 def _declared(floor: float, answers: list[Any], beta: Tensor, q: Tensor, best: Tensor) -> dict[str, Any]:
@@ -322,7 +326,7 @@ def _adult_row(columns: str, fits: int, seed: int, data: Path | None) -> dict[st
     others, earned = _adult(columns, data, "test")
     other = Data(laplace("logistic", others, earned)[0].unsqueeze(0), others, earned.unsqueeze(0))
     least = float(torch.linalg.eigvalsh(_cut("logistic", other, clip)[0][0])[0])
-    floor = max(_SURELY * least * len(x) / len(others), 1e-9)
+    floor = max(SURELY * least * len(x) / len(others), 1e-9)
     answers, narrowed = _answers(program, found, first, variance, clip, floor)
     q = (found.mean - beta).abs() < 1.96 * found.sd
     given = any(not isinstance(answer, str) for answer in answers)

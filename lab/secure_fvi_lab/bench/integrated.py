@@ -37,7 +37,7 @@ from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.models import six_cities
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi_lab.bench.coverage import moving, of_each, traced
+from secure_fvi_lab.bench.coverage import MADE, MADE_SEED, SURELY, interval, moving, of_each, traced
 from secure_fvi_lab.machine import machine
 
 SITES = ("1", "smoke", "age", "smoke x age", "omega")
@@ -47,8 +47,6 @@ NODES, ROUNDS, LAST, RATE, DELTA, CLIP = 40, 1000, 0.5, 0.1, 1e-5, 4.0
 EPSILONS, CHILDREN = (1.0, 3.0), (537, 5_370, 20_000)
 #: Of cells with a latent of each child, which take a thousand times as long.
 KEPT_FITS, KEPT_CHILDREN, KEPT_SAMPLES = 4, 537, 20
-#: Made data sets by which `least_information` is declared, and their seed.
-_MADE, _MADE_SEED = 100, 20_261_130
 _AGE = torch.arange(-2, 2, dtype=torch.float64)
 _AT, _WEIGHT = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(NODES))
 _WEIGHT = _WEIGHT / _WEIGHT.sum()
@@ -217,17 +215,13 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"{'cell':40} {'given':>9} {'covered (99% interval)':>24} {'by q':>6} {'width':>6} {'cut':>6}"
     for row in found["rows"]:
         name = f"{row['latents']}, N = {row['children']}, epsilon {row['epsilon']:g}"
-        rest = ""
-        if row["given"]:
-            low, high = row["interval"]
-            rest = f"{row['covered']:.3f} ({low:.3f}, {high:.3f})"
+        rest = interval(row) if row["given"] else ""
         width = f"{row['width']:.2f}" if row["given"] else ""
         given = f"{row['given']:4d}/{row['fits']:<4d}"
         yield f"{name:40} {given} {rest:>24} {row['by_q']:6.3f} {width:>6} {row['cut']:6.3f}"
         if (said := row["declared"])["given"]:
-            (low, high), name = said["interval"], f"  declared: {said['least_information']:.3g}"
-            rest = f"{said['covered']:.3f} ({low:.3f}, {high:.3f})"
-            yield f"{name:40} {said['given']:4d}/{row['fits']:<4d} {rest:>24} {'':6} {said['width']:6.2f}"
+            name = f"  declared: {said['least_information']:.3g}"
+            yield f"{name:40} {said['given']:4d}/{row['fits']:<4d} {interval(said):>24} {'':6} {said['width']:6.2f}"
         if "off" in row:
             yield "  off, in sds: " + ", ".join(f"{s} {v:+.2f}" for s, v in zip(SITES, row["off"], strict=True))
 
@@ -269,9 +263,9 @@ def measured(latents: str, children: int, epsilon: float, fits: int, seed: int) 
 
 def declared(children: int) -> float:
     """Half of the least eigenvalue of the information that any of a hundred made data sets has."""
-    made = drawn(children, _MADE, torch.Generator().manual_seed(_MADE_SEED))
+    made = drawn(children, MADE, torch.Generator().manual_seed(MADE_SEED))
     information = posterior(made.kinds)[1] - _PRIOR.precision
-    return 0.5 * float(torch.linalg.eigvalsh(information).min())
+    return SURELY * float(torch.linalg.eigvalsh(information).min())
 
 
 def _told(answers: list[NoiseAware | str], truth: Tensor, own: Tensor) -> dict[str, Any]:
