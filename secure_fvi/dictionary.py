@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ class Column:
                 raise InputError("levels must be a list of texts")
             if not level or level != level.strip():
                 raise InputError(f"level {level!r} is empty or has blanks at an end")
+            if has_controls(level):  # it stands in tables that people read, and its writer is somebody else
+                raise InputError(f"level {level!r} has a control character, as a line's end: recode it in a query")
             if level in seen:
                 raise InputError(f"level {level!r} stands twice")
             if level in missing:
@@ -124,6 +127,11 @@ class Column:
                 raise InputError(f"{name} is for a number, an integer or a date, not for kind {self.kind}")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise InputError("low is above high")
+
+
+def has_controls(text: str) -> bool:
+    """Whether it holds what begins a line or moves a cursor."""
+    return not text.isprintable() and any(unicodedata.category(c) in ("Cc", "Zl", "Zp") for c in text)
 
 
 @dataclass(frozen=True)

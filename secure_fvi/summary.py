@@ -81,9 +81,10 @@ class _Printed:
         return str(self)
 
 
-def _plain(text: str) -> Text:
-    """As it stands: no markup in names, and a line is one line."""
-    return Text(text, no_wrap=True, overflow="ignore")
+def plain(text: str) -> Text:
+    """As it stands: no markup in names, and a line is one line, of what can be shown."""
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    return Text(shown, no_wrap=True, overflow="ignore")
 
 
 class Summary(_Printed):
@@ -116,12 +117,12 @@ class Summary(_Printed):
         return (*_COLUMNS, "noise") if any(row.noise is not None for row in self.rows) else _COLUMNS
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield _plain(self.heading)
+        yield plain(self.heading)
         if self.note:
-            yield _plain(self.note)
+            yield plain(self.note)
         if self.khat is not None and self.ess is not None:
             trust = "" if self.khat < _TRUSTED else f", {_TRUSTED} or more: the weights are not to be trusted"
-            yield _plain(
+            yield plain(
                 f"by {self.draws} weighted draws: k-hat {self.khat:.2f}{trust}, effective sample size {self.ess:.0f}"
             )
         table = Table()
@@ -130,7 +131,7 @@ class Summary(_Printed):
             table.add_column(column, justify="right")
         for row in self.rows[:MOST_ROWS]:
             numbers: Any = row[1 : 1 + len(self._columns)]
-            table.add_row(_plain(row.name), *(shown(value, row.sd) for value in numbers))
+            table.add_row(plain(row.name), *(shown(value, row.sd) for value in numbers))
         yield table
         if len(self.rows) > MOST_ROWS:
             yield f"and {len(self.rows) - MOST_ROWS} more, in .rows"
@@ -163,14 +164,14 @@ class Correlations(_Printed):
         if len(self.names) <= _MATRIX:
             table.add_column("")
             for name in self.names:
-                table.add_column(_plain(name), justify="right")
+                table.add_column(plain(name), justify="right")
             for name, row in zip(self.names, self.matrix.tolist(), strict=True):
-                table.add_row(_plain(name), *(f"{value:.2f}" for value in row))
+                table.add_row(plain(name), *(f"{value:.2f}" for value in row))
         else:
             for column in ("", "", "correlation"):
                 table.add_column(column, justify="right" if column else "left")
             for first, second, value in self.strongest():
-                table.add_row(_plain(first), _plain(second), f"{value:.2f}")
+                table.add_row(plain(first), plain(second), f"{value:.2f}")
         yield table
         if len(self.names) > _MATRIX:
             yield f"the strongest of {len(self.names) * (len(self.names) - 1) // 2} pairs; all are in .matrix"

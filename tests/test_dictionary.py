@@ -156,6 +156,8 @@ def test_what_a_site_means_otherwise_than_a_job_is_named() -> None:
         ({"kind": "category", "levels": [1, 2]}, "levels must be a list of texts"),
         ({"kind": "category", "levels": ["a", "a"]}, "level 'a' stands twice"),
         ({"kind": "category", "levels": ["a", " b"]}, "level ' b' is empty or has blanks"),
+        ({"kind": "category", "levels": ["a", "b\x1b[2K"]}, "has a control character, as a line's end"),
+        ({"kind": "boolean", "levels": ["no", "yes\nage  9.99"]}, "has a control character"),
         ({"kind": "category", "levels": ["a", "b"], "missing": ["b"]}, "both a level and a code for missing"),
         ({"kind": "number", "levels": ["a"]}, "levels are for a category or a boolean"),
         ({"kind": "boolean", "levels": ["no", "yes", "perhaps"]}, "two, for false and for true"),

@@ -97,6 +97,15 @@ def test_it_prints_in_a_console_and_cuts_what_would_fill_screens(slopes: sf.Resu
     assert "beta[1]" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_name_begins_no_line_and_moves_no_cursor(slopes: sf.Result) -> None:
+    """The control: a name that can be read stands as it is."""
+    row, table = slopes.summary().rows[0], Summary("fit", [], None, None, None)
+    table.rows = [row._replace(name=name) for name in ("b\nomega  9.99", "b\x1b[2K", "größe [m]")]
+    said = str(table)
+    assert len(said.splitlines()) == 1 + 3 + len(table.rows) + 1
+    assert all(name in said for name in ("b?omega  9.99", "b?[2K", "größe [m]"))
+
+
 def test_a_frame_where_there_is_pandas_and_a_line_where_there_is_none(
     slopes: sf.Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:

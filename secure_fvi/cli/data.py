@@ -248,7 +248,7 @@ _FORMS = {
 def _draft(table: Opened, name: str, cell: str, codes: tuple[str, ...] = _CODES) -> Column:
     """A column as it seems. What the cells are is seen by DuckDB; levels, ends of ranges and codes for missing values
     alone come out."""
-    from secure_fvi.dictionary import DATE, Column
+    from secure_fvi.dictionary import DATE, Column, has_controls
     from secure_fvi.tables import decimal_comma, is_nested
 
     if is_nested(table.types[name]):
@@ -313,6 +313,8 @@ def _draft(table: Opened, name: str, cell: str, codes: tuple[str, ...] = _CODES)
     if different <= 3 or (different <= _MOST_LEVELS and 2 * different < cells):
         levels = table.fetch(f"SELECT DISTINCT {text} AS t FROM {table.rows} WHERE {text} <> '' ORDER BY ALL")["t"]
         found = tuple(str(v) for v in levels if str(v) not in missing)
+        if any(map(has_controls, found)):
+            return Column("id", missing=missing, review="texts with line ends or tabs, which no level has: recode them")
         return Column("category", found, missing=missing, review=_both(review, _levels(found)))
     guess = "taken for an id: it may be text, or numbers with texts among them"
     if 2 * about["numbers"] > cells:

@@ -11,7 +11,7 @@ from rich.table import Table
 from secure_fvi.errors import NOT_CONVERGED
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.runs.marginals import posterior_rows, reason, standing
-from secure_fvi.summary import shown
+from secure_fvi.summary import plain, shown
 
 if TYPE_CHECKING:
     from secure_fvi.results import RunSummary
@@ -43,7 +43,7 @@ def print_posterior(result: dict[str, Any]) -> None:
     table.add_column("sd", justify="right")
     rows = posterior_rows(result)
     for row in rows[:MOST_ROWS]:
-        table.add_row(row.label, shown(row.mean, row.sd), shown(row.sd, row.sd))
+        table.add_row(plain(row.label), shown(row.mean, row.sd), shown(row.sd, row.sd))
     console.print(table)
     say_left_out(console, len(rows), "result.json")
 

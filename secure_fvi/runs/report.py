@@ -27,7 +27,7 @@ from secure_fvi.summary import counts_noise, shown
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _MOST_ROWS = 60
 #: With which a cell begins that a spreadsheet computes.
-_COMPUTED = tuple("=+-@\t\r")
+_COMPUTED = tuple("=+-@\t\r\n＝＋－＠")
 
 
 class Note(NamedTuple):
@@ -85,7 +85,8 @@ def write_report(directory: Path) -> None:
 def _as_csv(result: dict[str, Any]) -> str:
     """A line each parameter, with all digits: of a formula in its parts, with intervals and ratios."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    # Texts in quotes: a semicolon in a name would begin a cell of its own where lists are written with it.
+    writer = csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     formula = result.get("formula")
     if formula is None:
         writer.writerow(["site", "mean", "sd"])

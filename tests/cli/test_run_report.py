@@ -170,15 +170,24 @@ def test_it_says_that_a_norm_adapts(ran: Path, tmp_path: Path) -> None:
     assert words not in page_of(ran, tmp_path / "fixed", ONE, {}, {**PRIVACY, "clipping": "fixed"})
 
 
-@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@now", "\ta", "beta", "a=b"])
-def test_no_name_in_the_table_is_a_formula_of_a_spreadsheet(ran: Path, tmp_path: Path, name: str) -> None:
-    """Names are of whoever wrote the model. The control: those that are none stand as they are."""
+@pytest.mark.parametrize("quoted", [True, False])
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@now", "\ta", "\n=1", "＝1", "beta", "a=b", "a;=1+1", 'a";=1'])
+def test_no_name_in_the_table_is_a_formula_of_a_spreadsheet(
+    ran: Path, tmp_path: Path, name: str, quoted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are of whoever wrote the model, and lists are written with semicolons where decimals have commas. Controls:
+    names that are none stand as they are, and without quotes around texts a semicolon begins a cell."""
+    if not quoted:
+        monkeypatch.setattr(csv, "QUOTE_NONNUMERIC", csv.QUOTE_MINIMAL)
     shutil.copytree(ran, tmp_path / "out")
     content = json.loads((tmp_path / "out" / "result.json").read_text())
     content["posterior"] = {name: {"mean": 1.5, "sd": 0.5}}
     content.pop("parameters", None)
     (tmp_path / "out" / "result.json").write_text(json.dumps(content))
     write_report(tmp_path / "out")
-    with (tmp_path / "out" / "table.csv").open(newline="") as file:
-        row = list(csv.DictReader(file))
-    assert row == [{"site": name if name in ("beta", "a=b") else f"'{name}", "mean": "1.5", "sd": "0.5"}]
+    text = (tmp_path / "out" / "table.csv").read_text()
+    row = list(csv.DictReader(text.splitlines(keepends=True)))
+    as_it_is = not name.startswith(tuple("=+-@\t\n＝"))
+    assert row == [{"site": name if as_it_is else f"'{name}", "mean": "1.5", "sd": "0.5"}]
+    cells = [cell for line in csv.reader(text.splitlines(keepends=True), delimiter=";") for cell in line]
+    assert any(cell.startswith("=") for cell in cells) is (not quoted and name == "a;=1+1")
