@@ -131,7 +131,7 @@ class Column:
 
 def has_controls(text: str) -> bool:
     """Whether it holds what begins a line or moves a cursor."""
-    return not text.isprintable() and any(unicodedata.category(c) in ("Cc", "Zl", "Zp") for c in text)
+    return not text.isprintable() and any(unicodedata.category(c) in ("Cc", "Zl", "Zp") and c != "\t" for c in text)
 
 
 @dataclass(frozen=True)

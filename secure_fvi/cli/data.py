@@ -314,7 +314,9 @@ def _draft(table: Opened, name: str, cell: str, codes: tuple[str, ...] = _CODES)
         levels = table.fetch(f"SELECT DISTINCT {text} AS t FROM {table.rows} WHERE {text} <> '' ORDER BY ALL")["t"]
         found = tuple(str(v) for v in levels if str(v) not in missing)
         if any(map(has_controls, found)):
-            return Column("id", missing=missing, review="texts with line ends or tabs, which no level has: recode them")
+            return Column(
+                "id", missing=missing, review="texts with line ends or controls, which no level has: recode them"
+            )
         return Column("category", found, missing=missing, review=_both(review, _levels(found)))
     guess = "taken for an id: it may be text, or numbers with texts among them"
     if 2 * about["numbers"] > cells:

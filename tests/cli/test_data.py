@@ -147,8 +147,8 @@ def test_ids_are_not_drafted_as_numbers_without_a_word(folder: Path, capsys: pyt
 #: A column's cells in turn, the kind that they are drafted as, its codes for missing values, and what is asked.
 WRITTEN: list[tuple[list[str], str, tuple[str, ...], str]] = [
     (["08:30", "12:00", "23:15", "00:10"], "id", (), "times of day or durations"),
-    (["mild", "a\tb", "severe"], "id", (), "line ends or tabs"),
-    (["mild", "a\u00a0b", "severe"], "category", (), "order of the alphabet"),
+    (["mild", "a\x1b[2K", "severe"], "id", (), "line ends or controls"),
+    (["mild", "a\u00a0b", "a\tb"], "category", (), "order of the alphabet"),
     (["8:30:05", "25:10:00", "112:00:59"], "id", (), "epoch(CAST(CAST("),
     (["8:30 AM", "11:05 pm"], "id", (), "strptime("),
     (["2024-01-05T08:30:00Z", "2024-01-06T00:00:00+02:00"], "id", (), "where the day is enough"),
