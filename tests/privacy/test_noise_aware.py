@@ -23,6 +23,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.algorithms import noise_aware
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
+from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.sfvi import SFVIProgram
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
@@ -742,6 +743,25 @@ def test_the_summary_names_what_is_mostly_the_prior_and_what_intervals_rest_on()
         dropped = fitted(least_information=1e5)
     assert "least_information = 100000 was not used" in counts_noise(dropped.privacy)
     assert dropped.privacy["sds"] == {**free.privacy["sds"], "ruled_out": 1e5}
+
+
+@pytest.mark.parametrize(
+    ("formula", "family", "normal"),
+    [
+        ("seen ~ age", "bernoulli", True),
+        ("seen ~ age", "poisson", True),
+        ("seen ~ age", "gaussian", False),
+        ("seen ~ age + (1 | ward)", "bernoulli", False),
+    ],
+)
+def test_of_formulas_those_without_sds_have_a_normal_prior(formula: str, family: str, normal: bool) -> None:
+    number = {"kind": "number", "unit": "1", "low": 0, "high": 4}
+    kinds = {"seen": {"kind": "boolean"} if family == "bernoulli" else {**number, "kind": "integer"}}
+    columns = {**kinds, "age": number, "ward": {"kind": "id"}}
+    model = sf.glmm(formula, family=family, dictionary=columns)
+    table = {"seen": [0, 1, 1, 0], "age": [1.0, 2.0, 3.0, 4.0], "ward": ["a", "a", "b", "b"]}
+    server = build_parties(model, [table], sf.SFVI(iterations=3), sf.Plain(), compile=False).server
+    assert (Prior(server.program.problem, True).exact({}) is not None) == normal
 
 
 @pytest.mark.parametrize("algorithm", [sf.SFVI(least_information=4.0), sf.PVI(least_information=4.0)])
