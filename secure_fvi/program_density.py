@@ -39,6 +39,10 @@ _log = logging.getLogger(__name__)
 ALL_RECORDS = ""
 
 
+class _AllIsThere(BaseException):
+    """A run may end: no program takes it for an error of its own."""
+
+
 class Evaluation(Messenger):  # type: ignore[misc]
     """Puts given unconstrained values into the latent sites and adds up the log densities by role.
 
@@ -72,6 +76,11 @@ class Evaluation(Messenger):  # type: ignore[misc]
         name = msg["name"]
         value = transform_to(param_constraint(msg))(self.theta[name])
         msg["value"] = self.constrained[name] = value
+
+    def _postprocess_message(self, msg: Any) -> None:
+        """Of values alone: what is left of the program, such as an integral over records' latents, gives none."""
+        if not self.densities and len(self.constrained) == len(self.latents) + len(self.theta):
+            raise _AllIsThere
 
     def _pyro_sample(self, msg: Any) -> None:
         fn, name = msg["fn"], msg["name"]
@@ -324,7 +333,7 @@ class ProgramDensity(LogDensity):
         def once(latents: Params, theta: Params) -> tuple[Any, ...]:
             found.latents, found.theta = latents, theta
             in_pytorch = _InPyTorch() if self._writes else contextlib.nullcontext()
-            with running(some.dtype, some.device), in_pytorch, found:
+            with contextlib.suppress(_AllIsThere), running(some.dtype, some.device), in_pytorch, found:
                 self.model.fn(**rows, **self.schema.constants)
             return found.constrained, found.terms, found.own, found.values, found.masks
 

@@ -781,8 +781,9 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
     own = {str(entry.get("key")) for part in parts for entry in (part.get("cte_map") or {}).get("map", ())}
     given, own = {name.lower() for name in known}, {name.lower() for name in own}
     named_here = {name for name in own if not name.startswith(_OWN_VIEWS)}
-    written = {row for row in connection.execute(_OWN_SQL).fetchall() if row[0] in given}
-    (numbered,) = connection.execute(_WITHOUT_ROWID).fetchone() or (1,)
+    attached = connection.execute("SELECT lower(database_name) FROM duckdb_databases()").fetchall()
+    files = given.intersection(*zip(*attached, strict=True))  # without one there is nothing to list, which takes 8 ms
+    written = {row for row in connection.execute(_OWN_SQL).fetchall() if row[0] in given} if files else set()
     called = _built_in(_CONSISTENT) - _OF_ITSELF | _CLOCK | _MACROS | _FUNCTIONS
     for part in parts:
         kind = part.get("type")
@@ -810,7 +811,8 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
                     f"'{'.'.join(named)}' is a view or has computed columns, by SQL that stands in its file and is not "
                     "looked through: write that in the query, or store the result as a table"
                 )
-        if numbered and str((part.get("column_names") or [""])[-1]).lower() == "rowid":
+        rowid = str((part.get("column_names") or [""])[-1]).lower() == "rowid"
+        if rowid and connection.execute(_WITHOUT_ROWID).fetchone() != (0,):
             raise InputError(f"{only}, whose result follows from their content; this has 'rowid', the place of a row")
         if what := _unordered(part):
             raise InputError(f"{only}, whose result follows from their content; this has {what}")
