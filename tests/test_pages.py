@@ -124,19 +124,15 @@ def test_configuration_is_toml(page: str) -> None:
 
 
 def test_python_compiles_without_names_of_nowhere() -> None:
-    """Also of pages that are not run: what they import from secure_fvi is there. All in one process."""
-    script = ["import secure_fvi"]
+    """Also of pages that are not run: what they import from secure_fvi is there."""
+    lines = list[str]()
     for page, path in PAGES.items():
         source = "\n".join(_blocks(path.read_text(), "python"))
         compile(source, page, "exec")
-        imports = re.findall(r"^(?:from secure_fvi|import secure_fvi).*$", source, re.MULTILINE)
-        script += [f"print({page!r}, flush=True)", *imports] if imports else []
-    assert len(script) > 30
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(script)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+        lines += re.findall(r"^(?:from secure_fvi|import secure_fvi).*$", source, re.MULTILINE)
+    assert len(lines) > 30
+    for line in lines:
+        exec(line, {})
 
 
 def _commands(text: str, page: bool = True) -> Iterator[list[str]]:

@@ -5,6 +5,7 @@ The tests that need a sandbox are left out where bubblewrap is missing or may no
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -149,6 +150,14 @@ def fenced(source: bytes) -> FencedModel:
     return FencedModel(Closure({"<model>": source}, {}, {}), "model", None, None, {})
 
 
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that reads what another has traced is not started, which takes seconds: of the one that traces alone
+    is asked what its code may do."""
+    reader = types.SimpleNamespace(answer=lambda *_: b"")
+    monkeypatch.setattr(fence, "_checker", lambda hidden: contextlib.nullcontext(reader))
+
+
 #: What pickle makes of a `_Command`, in its oldest form.
 PICKLE = b"cos\nsystem\n(S'echo 1 > \"$MARK\"'\ntR."
 
@@ -159,6 +168,7 @@ class _Command:
 
 
 @needs_fence
+@pytest.mark.usefixtures("unread")
 def test_code_that_the_hash_does_not_name_does_not_run(tmp_path: Path) -> None:
     """Each way works without the fence, so that the old check of the source alone was no protection against it."""
     import zipfile
@@ -182,6 +192,7 @@ def test_code_that_the_hash_does_not_name_does_not_run(tmp_path: Path) -> None:
 
 
 @needs_fence
+@pytest.mark.usefixtures("unread")
 def test_keys_data_and_network_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECURE_FVI_PASSPHRASE", "correct horse")
     (tmp_path / "identity.pem").write_text("PRIVATE")
@@ -275,6 +286,7 @@ def test_of_the_system_and_of_python_libraries_alone_are_there(
 
 
 @needs_fence
+@pytest.mark.usefixtures("unread")
 def test_a_model_that_does_not_end_or_eats_memory_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     hungry = HEAD + "FOUND = torch.zeros(2**31, dtype=torch.float64)[:1].tolist()\n" + BODY  # 16 GiB
     with pytest.raises(InputError, match=r"fails on import: RuntimeError: .*memory"):
@@ -319,6 +331,7 @@ def fill(folder):
 
 
 @needs_fence
+@pytest.mark.usefixtures("unread")
 def test_memory_of_every_kind_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controls: with more memory and larger folders there is what they limit; in the same walls without what makes
     folders read-only, without a filter and a limit, there is all of it."""
@@ -349,6 +362,7 @@ def test_memory_of_every_kind_is_limited(tmp_path: Path, monkeypatch: pytest.Mon
 @needs_fence
 @pytest.mark.skipif(os.getuid() == 0, reason="Linux does not limit root's threads")
 @pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="counted from Linux 5.14 on")
+@pytest.mark.usefixtures("unread")
 def test_threads_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: where 1,000 are allowed, all 200 start."""
     model = tmp_path / "threads.py"
