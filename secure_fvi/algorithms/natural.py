@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev
 
+from secure_fvi.compiled import over_draws
 from secure_fvi.families.gaussian import Params
 from secure_fvi.randomness import server_draws
 
@@ -177,12 +178,12 @@ def quadratic(fn: Callable[[Tensor], Tensor], at: Tensor, full: bool, dtype: tor
 
     curvature = jacrev(gradient)(at) if full else along(at, torch.ones_like(at))
     rng, same = torch.Generator().manual_seed(0), max(_SAME, _ROUNDINGS * torch.finfo(dtype).eps)
-    for radius in (0.0, 0.3, 1.0, 3.0):
-        v, step = torch.randn(2, at.shape[0], generator=rng, dtype=torch.float64).to(at)
-        got, want = along(at + radius * step, v), curvature @ v if full else curvature * v
-        scale = same * max(float(want.abs().max()), float(curvature.abs().max()), 1e-12)
-        if not bool(((got - want).abs() <= scale).all()):
-            return None
+    v, step = torch.randn(4, 2, at.shape[0], generator=rng, dtype=torch.float64).to(at).unbind(1)
+    radius = torch.tensor([0.0, 0.3, 1.0, 3.0]).to(at).unsqueeze(1)
+    got, want = over_draws(along, at + radius * step, v), v @ curvature.mT if full else curvature * v
+    scale = same * want.abs().amax(1, keepdim=True).clamp(min=max(float(curvature.abs().max()), 1e-12))
+    if not bool(((got - want).abs() <= scale).all()):
+        return None
     precision = -curvature.double()
     precision = 0.5 * (precision + precision.T) if full else precision
     centre = at.double()

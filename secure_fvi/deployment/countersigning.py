@@ -320,11 +320,6 @@ def seen_heads(home: Home, roster: ConsortiumRoster, kind: ChainKind) -> dict[st
         return {name: (receipt.length, receipt.head) for name, receipt in seen.items()}
 
 
-def open_witness(home: Home, kind: ChainKind = TRAIL) -> Witness:
-    """This site as a witness of others' records of one kind, TRAIL or LEDGER."""
-    return Witness(home.id, home.identity(), SqliteStore(home.seen_file), kind)
-
-
 def records_keys(home: Home, roster: ConsortiumRoster, member: str) -> tuple[bytes, ...]:
     """The public keys under which `member` may keep records, its present identity first, then those before it."""
     paths = sorted((home.path / "successions").glob("*.toml"))

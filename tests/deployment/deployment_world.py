@@ -9,17 +9,25 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
+from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.deployment.certificates import make_certificate, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, Sums, write_roster
 from secure_fvi.deployment.home import Home, make_tls
 from secure_fvi.deployment.keeping import accept, install, read_request, request_text, sign
 from secure_fvi.deployment.names import ROLES
+from secure_fvi.deployment.trail import TRAIL
 from secure_fvi.key_files import TlsFiles
+from secure_fvi.privacy.witness import Witness
 
 #: TLS goes by the clock of the machine, so the world does too; it does not move during a test.
 NOW = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
 DAY = datetime.timedelta(days=1)
 SITES = {"east": "silo", "hub": "server", "north": "silo", "south": "silo"}
+
+
+def open_witness(home: Home) -> Witness:
+    """This site as a witness of others' logs."""
+    return Witness(home.id, home.identity(), SqliteStore(home.seen_file), TRAIL)
 
 
 class World:

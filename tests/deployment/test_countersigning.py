@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from consortium_run import SILOS, Job
-from deployment_world import NOW, World
+from deployment_world import NOW, World, open_witness
 from fuzzing import Opened, opened_job, reopened
 
 from secure_fvi.aggregation.base import carry
@@ -24,7 +24,6 @@ from secure_fvi.deployment.countersigning import (
     countersign,
     open_ledger,
     open_trail,
-    open_witness,
 )
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import install, succeed

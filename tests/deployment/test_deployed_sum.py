@@ -14,7 +14,7 @@ import deployment_world
 import numpy as np
 import pytest
 from consortium_run import Job
-from deployment_world import NOW, World
+from deployment_world import NOW, World, open_witness
 from fuzzing import Opened, opened_job
 
 import secure_fvi as sf
@@ -25,7 +25,7 @@ from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore
 from secure_fvi.deployment.consortium import session_id
-from secure_fvi.deployment.countersigning import open_trail, open_witness, records_keys
+from secure_fvi.deployment.countersigning import open_trail, records_keys
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest

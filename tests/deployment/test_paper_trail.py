@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from deployment_world import NOW, World
+from deployment_world import NOW, World, open_witness
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.deployment import trail as trail_module
-from secure_fvi.deployment.countersigning import open_ledger, open_trail, open_witness
+from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.keeping import rotate_identity
 from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.trail import TRAIL, Exchange, JobEntry, Trail

@@ -20,7 +20,7 @@ from consortium_run import SILOS, Job
 from consortium_run import met as countersigned
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, SECP384R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from deployment_world import DAY, NOW, World
+from deployment_world import DAY, NOW, World, open_witness
 from fuzzing import opened_job, site_world
 from safetensors.torch import load_file, save
 from test_formula_sites import Study
@@ -43,7 +43,7 @@ from secure_fvi.deployment import (
 from secure_fvi.deployment import site as site_of
 from secure_fvi.deployment.certificates import general_name, is_p256, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Sums, write_roster
-from secure_fvi.deployment.countersigning import open_ledger, open_trail, open_witness
+from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.deciding import job_entry
 from secure_fvi.deployment.going import Unfit
 from secure_fvi.deployment.holding import DurableSilo
