@@ -37,6 +37,7 @@ from secure_fvi.algorithms.base import NoiseAware
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.sfvi import SFVI, SFVIProgram
 from secure_fvi.algorithms.structured import global_units
+from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
@@ -177,7 +178,7 @@ def of_each(of: Params, fits: int) -> Params:
 
 def moving(program: SFVIProgram) -> Callable[..., tuple[Params, Params, Params]]:
     """The server's step of all fits together: its gradient mapped over fits, and its optimiser, which takes each number
-    by itself."""
+    by itself. Traced: rounds are many and alike."""
     pulled, units = vmap(program._pull_back, (0, None, 0, 0, 0, None)), vmap(partial(global_units, program.family))
 
     def move(
@@ -188,7 +189,7 @@ def moving(program: SFVIProgram) -> Callable[..., tuple[Params, Params, Params]]
         average = {name: old + factors[2] * (params[name] - old) for name, old in average.items()}
         return part(params, "eta"), moments, average
 
-    return move
+    return Traced(move, (None,) * 7, "traced")
 
 
 def simulated(
