@@ -41,11 +41,20 @@ _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079)
 #: Operators by name, and functions of PyTorch that take their arguments as they are.
 _CHEAPER: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in (
-        "abs", "add", "bmm", "cat", "clamp", "cumsum", "digamma", "div", "exp", "expm1", "gather", "ge", "gt", "le",
-        "lerp", "lgamma", "log", "log1p", "logsumexp", "lt", "mm", "mul", "mv", "neg", "permute", "pow", "reciprocal",
-        "rsqrt", "select", "sigmoid", "sqrt", "sub", "sum", "tanh", "transpose", "tril", "unsqueeze", "where",
+        "abs", "add", "addcdiv", "addcmul", "bmm", "cat", "clamp", "clone", "cumsum", "digamma", "div", "exp", "expm1",
+        "gather", "ge", "gt", "le", "lerp", "lgamma", "log", "log1p", "logsumexp", "lt", "mean", "mm", "mul", "mv",
+        "neg", "permute", "pow", "reciprocal", "rsqrt", "rsub", "select", "sigmoid", "split_with_sizes", "sqrt", "sub",
+        "sum", "tanh", "transpose", "tril", "unsqueeze", "where",
     )},
     **{name: getattr(torch.Tensor, name) for name in ("expand", "view")},
+}  # fmt: skip
+#: What gives in a new tensor what an operator writes into its first argument.
+_ANEW: dict[Any, Callable[..., Any]] = {
+    getattr(getattr(torch.ops.aten, f"{name}_"), kind): getattr(getattr(torch.ops.aten, name), kind)
+    for name, kind in (
+        ("add", "Tensor"), ("addcdiv", "default"), ("addcmul", "default"), ("index_put", "default"), ("lerp", "Scalar"),
+        ("masked_fill", "Scalar"), ("mul", "Tensor"),
+    )
 }  # fmt: skip
 #: Files of whoever calls a program, or is called by it.
 _NOT_OF_A_PROGRAM = re.compile(r"[/\\]site-packages[/\\]|[/\\]secure_fvi[/\\](?!models[/\\])|[/\\]lib[/\\]python|^<")
@@ -298,8 +307,8 @@ class Calls(TorchFunctionMode):
 def lean(module: GraphModule, merged: bool = True) -> GraphModule:
     """The same numbers in fewer and cheaper calls: what is there twice (where it is `merged`: derivatives add up in
     another order then), or depends on no input, is computed once, and PyTorch's functions, whose arguments are read in
-    C++, stand for operators. A graph that writes into its tensors stays as it is, but where it fills one of its own, as
-    the density of a half-Cauchy does."""
+    C++, stand for operators. A graph that writes into its tensors stays as it is, but where these are its own, as those
+    of an optimiser's step are."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         node.target = torch.Tensor.size  # which vmap knows
@@ -331,18 +340,28 @@ def lean(module: GraphModule, merged: bool = True) -> GraphModule:
 
 
 def _fill_anew(graph: Graph) -> None:
-    """A new tensor for each that is filled in place, where nothing else reads its memory."""
+    """A new tensor for each that is written in place, where nothing else shares its memory."""
 
     def new(node: Node) -> bool:
         schema = getattr(node.target, "_schema", None)
         return schema is not None and not schema.is_mutable and not any(r.alias_info for r in schema.returns)
 
+    def reads(user: Node, node: Node) -> bool:
+        schema = getattr(user.target, "_schema", None)
+        if schema is None or node in user.kwargs.values():
+            return user.op == "output"
+        given = zip(schema.arguments, user.args, strict=False)
+        return all(a.alias_info is None for a, v in given if v is node or (isinstance(v, Sequence) and node in v))
+
     for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.masked_fill_.Scalar:
+        filled = node.args[0] if node.target in _ANEW else None
+        if not isinstance(filled, Node) or not new(filled):
             continue
-        filled = node.args[0]
-        if isinstance(filled, Node) and new(filled) and all(new(user) for user in filled.users if user is not node):
-            node.target = torch.ops.aten.masked_fill.Scalar
+        types = {getattr(of.meta.get("val"), "dtype", torch.int64) for of in node.all_input_nodes}
+        # Of two types a new tensor might have the other's. Values that are put into a tensor have its own.
+        alike = len([t for t in types if t.is_floating_point]) == 1 or node.target is torch.ops.aten.index_put_.default
+        if alike and all(reads(user, filled) for user in filled.users if user is not node):
+            node.target = _ANEW[node.target]
             for user in [user for user in filled.users if user > node]:
                 user.replace_input_with(filled, node)
 
