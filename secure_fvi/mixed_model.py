@@ -332,7 +332,7 @@ class Program:
                 rows = (present * data.get("weights", 1.0)).sum(-1, keepdim=True)
                 pyro.factor("unit", -math.log(self.response.scale) * rows)
             if self.integrated and own:
-                designs = [self._own_design(data, at, present) @ factor for at, _, factor in own]
+                designs = [data.get(f"z{at}", present.unsqueeze(-1)) @ factor for at, _, factor in own]
                 design = torch.cat(designs, -1)
                 found = marginal(eta.expand(present.shape), design, y, present, data, given, self.most_nodes)
                 pyro.factor("y", found.unsqueeze(-1))
@@ -431,10 +431,6 @@ class Program:
     def _part(self, data: Mapping[str, Any], at: int, effects: Tensor) -> Tensor:
         design = data.get(f"z{at}")
         return effects[..., 0] if design is None else (design * effects).sum(-1)
-
-    def _own_design(self, data: Mapping[str, Any], at: int, present: Tensor) -> Tensor:
-        """(N, M, d)"""
-        return data[f"z{at}"] if f"z{at}" in data else present.unsqueeze(-1)
 
     def _observed(self, like: Tensor) -> Given:
         """What is observed given its linear predictor; samples what else that needs."""

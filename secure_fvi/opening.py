@@ -225,7 +225,8 @@ def _check_identity(directory: Path, theirs: Mapping[str, str] | None, mine: Map
     """Raise InputError, naming both, where the model is not that of the run: its numbers would get other names."""
     if theirs == mine:
         return
-    names = [_named_model(said) for said in (theirs, mine)]
+    both = (theirs, mine)
+    names = ["no formula" if said is None else f"'{said['formula']}', family {said['family']}" for said in both]
     also = ", of another dictionary, other priors or other options" if names[0] == names[1] else ""
     raise InputError(f"the run in '{directory}' is of {names[0]}, and the model given is {names[1]}{also}")
 
@@ -245,10 +246,6 @@ def _check_program(directory: Path, theirs: Mapping[str, str] | None, mine: Mapp
             f"the model is not that of the run in '{directory}': it has the same sites, and other code or constants; "
             "give the program as it was fitted"
         )
-
-
-def _named_model(said: Mapping[str, str] | None) -> str:
-    return "no formula" if said is None else f"'{said['formula']}', family {said['family']}"
 
 
 def _check_moments(directory: Path, result: Result, given: bool) -> None:

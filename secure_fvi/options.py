@@ -84,11 +84,8 @@ def check_schedule(option: str, name: str) -> None:
 def _checks(kind: type) -> dict[str, tuple[TypeAdapter[Any], Callable[[Any], str]]]:
     """By option: what checks it, and what an error says."""
     hints = get_type_hints(kind, include_extras=True)
-    return {name: (TypeAdapter(_checkable(hint)), _says(hint)) for name, hint in hints.items() if not _of_class(hint)}
-
-
-def _of_class(hint: Any) -> bool:
-    return str(hint).startswith("typing.ClassVar")
+    own = {name: hint for name, hint in hints.items() if not str(hint).startswith("typing.ClassVar")}
+    return {name: (TypeAdapter(_checkable(hint)), _says(hint)) for name, hint in own.items()}
 
 
 def _checkable(hint: Any) -> Any:

@@ -148,8 +148,8 @@ class LocalFitOptions:
 
     @property
     def steps_in_a_call(self) -> int:
-        """Without latents; with them, one."""
-        return _divisor(self.local_steps)
+        """Without latents the longest that fits the steps of a fit without a rest; with them, one."""
+        return max(length for length in range(1, _LONGEST + 1) if self.local_steps % length == 0)
 
     def newton_calls(self, problem: Problem, fits: int = 10) -> tuple[int, int] | None:
         """Traced calls of a silo's fits where they take Newton's steps, about, and draws of q in each. None: of others
@@ -862,11 +862,6 @@ def _pairs(half: Tensor) -> Tensor:
 def _by_record(gradient: Tensor, weights: Tensor) -> Tensor:
     """A gradient of records' own parameters (B, ...) as of all records, where a batch stands for more than it has."""
     return gradient / weights.clamp(min=1.0).reshape(-1, *[1] * (gradient.dim() - 1))
-
-
-def _divisor(steps: int) -> int:
-    """The longest block that fits the steps of a fit without a rest."""
-    return max(length for length in range(1, _LONGEST + 1) if steps % length == 0)
 
 
 def _times(factor: Tensor, x: Tensor) -> Tensor:

@@ -7,12 +7,9 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-
-if TYPE_CHECKING:
-    from secure_fvi.audits.matrix import Subjects
 
 _LINE_SECONDS = 10.0
 
@@ -81,7 +78,8 @@ def audit(
     fitting = subject.fitting()
     if listed:
         for name, what in subject.known.items():
-            click.echo(f"{name:<16} {what}" + ("" if name in fitting else f"  [{_why(subject, name)}]"))
+            why = "" if name in fitting else f"  [{subject.why_not(name) or 'not in --all'}]"
+            click.echo(f"{name:<16} {what}{why}")
         return
     chosen = fitting if everything and not attacks else list(dict.fromkeys(attacks))
     if not chosen:
@@ -116,10 +114,6 @@ def audit(
         click.echo(f"report: {out / 'audit.html'} ({seconds:.0f} s)")
         if exported:
             click.echo(f"{count} of {len(rows)} rows tell two kinds apart: {out / 'leakpro'}, {out / 'privacy_meter'}")
-
-
-def _why(subject: Subjects, name: str) -> str:
-    return subject.why_not(name) or "not in --all"
 
 
 class _Progress:

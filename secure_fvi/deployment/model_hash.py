@@ -283,7 +283,7 @@ def _loads(node: ast.AST) -> str:
             return f"imports {base}"
         return _first("imports", [n.name for n in node.names if n.name in inner or _flag(n.name, base)])
     if isinstance(node, ast.Call):
-        called = _called(node)
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if called in _NAMES and not (isinstance(node.func, ast.Attribute) and called in _METHODS):
             return f"calls {called}"
         worked_out = called in ("getattr", "vars", "globals", "locals") and not _plain(node)
@@ -306,10 +306,6 @@ def _first(verb: str, names: list[str]) -> str:
 def _flag(name: str, module: str) -> bool:
     """Whether this would say of `TYPE_CHECKING`, by which imports are left out, that it is something else."""
     return name == "TYPE_CHECKING" and module != "typing"
-
-
-def _called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 def _plain(call: ast.Call) -> bool:

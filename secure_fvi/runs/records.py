@@ -507,7 +507,8 @@ def _partitioned(dataset: Dataset, partition: Partition, seed: int) -> Parts:
     total, ids = len(dataset), partition.silo_ids
     if partition.by_client:
         return _by_client(dataset, ids)
-    sizes = partition.sizes or _even(total, len(ids))
+    count = len(ids)
+    sizes = partition.sizes or tuple(total // count + (j < total % count) for j in range(count))
     if sum(sizes) != total:
         raise InputError(f"partition.sizes = {list(sizes)}: must add up to the {total} records, not {sum(sizes)}")
     if min(sizes) < 1:
@@ -529,10 +530,6 @@ def _by_client(dataset: Dataset, ids: tuple[str, ...]) -> Parts:
     rows = [torch.nonzero(dataset.clients == k).squeeze(1) for k in range(found)]
     silos = tuple({name: t[r] for name, t in dataset.records.items()} for r in rows)
     return ids, silos, tuple(dataset.record_ids[r] for r in rows)
-
-
-def _even(total: int, count: int) -> tuple[int, ...]:
-    return tuple(total // count + (j < total % count) for j in range(count))
 
 
 def _check_ids(at: int, ids: Tensor) -> None:

@@ -141,7 +141,9 @@ def _write(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) ->
             inner.append((key, value))
         else:
             line = f"{_key(key)} = {_value(value)}"
-            lines.append(_QUOTED.sub(_without_dots, line) if _crowded(line) else line)
+            if _crowded(line):
+                line = _QUOTED.sub(lambda quoted: quoted[0].replace(".", r"\u002e"), line)
+            lines.append(line)
     for key, value in inner:
         name = ".".join(_key(k) for k in (*path, key))
         if not isinstance(value, Mapping):
@@ -151,10 +153,6 @@ def _write(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) ->
         elif value:
             lines += ["", f"[{name}]"]
             _write(value, (*path, key), lines)
-
-
-def _without_dots(quoted: re.Match[str]) -> str:
-    return quoted[0].replace(".", r"\u002e")
 
 
 def _is_table_array(value: Any) -> bool:
