@@ -51,7 +51,10 @@ def pytest_collection_finish() -> None:
 
 
 #: Where programs stand that keep their contract and that many tests share, each with the same data.
-_SHARED = ("programs", "pvi_world", "fedvi_world", "test_every_algorithm", "secure_fvi.models.six_cities")
+_SHARED = (
+    "programs", "pvi_world", "fedvi_world", "test_every_algorithm", "test_conditional_sensitivity",
+    "secure_fvi.models.six_cities", "secure_fvi.models.tabular",
+)  # fmt: skip
 
 
 def _once(check: Callable[..., Any], found: Callable[..., Any]) -> Callable[..., Any]:
