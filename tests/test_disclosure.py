@@ -7,16 +7,19 @@ import types
 from typing import Any, get_args
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from programs import make_intercepts
+from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import Block, BlockTable, Total
 from secure_fvi.building import strong_enough
 from secure_fvi.cli.policy import disclosure_lines
 from secure_fvi.deployment.policy import Allowed
-from secure_fvi.disclosure import DISCLOSURES, Declaration, Disclosure, Sums, check_carried, disclose
+from secure_fvi.disclosure import DISCLOSURES, WORDS, Declaration, Disclosure, Sums, check_carried, disclose
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate
@@ -269,6 +272,24 @@ def test_the_statement_is_held_against_the_program() -> None:
         more = {"round": agree(sf.RecordDP(**RECORD), silos, 1.0, rounds, Extent(2, 0, 0))}
         with pytest.raises(InputError, match=f"for {rounds} sums of {silos} silos, and declares 5 of 3"):
             private.of_program({"round": table}, more, sf.Masked())
+
+
+def _with_a_parameter(y: Tensor) -> None:
+    scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(mu, scale), obs=y)
+
+
+@pytest.mark.parametrize("name", ["SFVI", "SFVIAvg", "PVI", "FedAvg"])
+def test_sums_of_a_models_parameters_are_declared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each algorithm runs a model with `pyro.param`; control: it does not where the statement leaves parameters out."""
+    model = sf.FederatedModel(_with_a_parameter, "row")
+    silos = [{"y": torch.tensor([0.0, 1.0, 2.0])}] * 3
+    build_parties(model, silos, getattr(sf, name)(), sf.Plain(), compile=False)
+    monkeypatch.setitem(WORDS, "theta", ("nothing of the kind",))
+    with pytest.raises(InputError, match=r"sums 'theta/scale' in phase '[a-z]+', which it does not declare"):
+        build_parties(model, silos, getattr(sf, name)(), sf.Plain(), compile=False)
 
 
 def test_blocks_are_exact_or_noised_as_they_leave() -> None:

@@ -97,7 +97,8 @@ class FedAvg:
 
 def averaged_sums(config: Any, silos: int, private: bool) -> tuple[Sums, ...]:
     """What the sums of an algorithm that averages are: a count where N is needed and not public, then a round each."""
-    what = "the change of its own copy of the point, times its weight, its part of the objective, its number of records"
+    what = "the change of its own copy of the point and of the model's parameters, times its weight"
+    what += "; its part of the objective, its number of records"
     sums = (Sums(AVERAGE, config.rounds, what, *drawn(silos, config.participation)),)
     if config.prior and config.total_records is None and not private:
         return (Sums(COUNT, 1, "its number of records", silos, besides=True), *sums)
