@@ -86,8 +86,10 @@ class World(NamedTuple):
         return total
 
 
-def build(model: sf.FederatedModel, silos: list[dict[str, Tensor]], algorithm: sf.PVI, sums: Any = None) -> World:
-    server, engine, _ = build_parties(model, silos, algorithm, sums or sf.Plain(), compile=False)
+def build(
+    model: sf.FederatedModel, silos: list[dict[str, Tensor]], algorithm: sf.PVI, sums: Any = None, seed: int = 0
+) -> World:
+    server, engine, _ = build_parties(model, silos, algorithm, sums or sf.Plain(), seed, compile=False)
     return World(server, engine)
 
 
