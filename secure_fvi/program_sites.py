@@ -302,7 +302,7 @@ def _check_slope(point: Point, rows: Params, site: str, gradient: Tensor | None)
     own = site.removesuffix("_unobserved")
     if own != site and f"{own}_observed" in density.run(latents, point.theta, rows).own:
         return  # Pyro's own, of obs_mask
-    if gradient is None:
+    if gradient is None and point.problem.model.encoder is None:  # which may read it
         warnings.warn(
             f"site '{site}' does not reach the likelihood: on made data nothing that is observed depends on it, and q "
             "stays at its prior. Leave it out, and draw it afterwards with result.predict",

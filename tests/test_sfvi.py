@@ -69,9 +69,10 @@ PARTITIONS = [[20, 40], [5, 30, 25], [10, 4, 16, 18, 12]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"importance_samples": 3}, {"sampling_rate": 0.3}])
+@pytest.mark.parametrize("options", [{}, {"importance_samples": 3}])
 def test_partition_does_not_matter(options: dict[str, object]) -> None:
-    """1, 2, 3 and 5 silos of the same records: the same trajectory to 1e-8 relative, minibatches included."""
+    """1, 2, 3 and 5 silos of the same records: the same trajectory to 1e-8 relative. Of minibatches it is not:
+    who is in one follows from each silo's own secret."""
     whole = _trajectory([60], sf.Plain(), **options)
     for sizes in PARTITIONS:
         torch.testing.assert_close(_trajectory(sizes, sf.Plain(), **options), whole, rtol=1e-8, atol=1e-8)

@@ -6,6 +6,7 @@ Nothing here runs a round, except where a positive case is held to an exact post
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import random
 import re
@@ -20,6 +21,7 @@ import pyro.distributions as dist
 import pyro.nn
 import pytest
 import torch
+from programs import ENCODED
 from pyro import poutine
 from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
@@ -1058,6 +1060,19 @@ def test_a_step_where_made_data_are_not_is_seen_at_a_silo() -> None:
     build(changes(False), silos)
     with pytest.warns(SecureFVIWarning, match="'c' does not reach the likelihood: on made data nothing"):
         build(changes(True, used=False), silos)
+
+
+def test_a_site_that_an_encoder_reads_is_no_mistake() -> None:
+    """Nothing observed depends on it but by the silo's latents. Control: without an encoder nothing reads it."""
+
+    def program(x: Tensor, y: Tensor) -> None:
+        ENCODED.fn(x, y)
+
+    encoded = dataclasses.replace(ENCODED, fn=program)
+    silos = [{"x": torch.randn(8, generator=_rng), "y": torch.randn(8, generator=_rng)}] * 3
+    build(encoded, silos, sf.FedVI(batch_size=8))
+    with pytest.warns(SecureFVIWarning, match="'weight' does not reach the likelihood"):
+        build(dataclasses.replace(encoded, encoder=None), silos)
 
 
 @pytest.mark.parametrize("model", ["model", None, 3, {"y": 1}])

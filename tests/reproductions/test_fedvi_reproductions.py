@@ -244,7 +244,7 @@ def test_a_run_from_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(_CONFIGURATION)
     with pytest.raises(SystemExit) as stop:
         main(["run", str(tmp_path / "config.toml"), "--out", str(tmp_path / "out"), "--data", data])
-    assert stop.value.code == 0
+    assert stop.value.code == 4  # four rounds are too few to tell
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert (result["algorithm"], result["rounds"], len(result["silos"])) == ("fedvi", 4, 6)
     assert result["metrics"]["rate_per_client"] > 0

@@ -279,7 +279,8 @@ def _glorot(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Weights:
     """Normal draws of variance 2 / (inputs + outputs); filters are (outputs, inputs, height, width)."""
     rng = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=rng) * (2 / ((shape[0] + shape[1]) * torch.Size(shape[2:]).numel())) ** 0.5
+        name: torch.randn(shape, generator=rng, dtype=torch.float32)
+        * (2 / ((shape[0] + shape[1]) * torch.Size(shape[2:]).numel())) ** 0.5
         for name, shape in shapes.items()
     }
 
