@@ -62,7 +62,8 @@ LABELS = {
 _POINT = ("its own copy",)
 #: Words for each block, one of which has to stand in what its phase is declared to be. Names end where a "/" stands.
 WORDS = {
-    "direct": ("gradients",), "path": ("gradients",), "theta": ("parameters", "its site"), "eta": _POINT,
+    "direct": ("gradients",), "path": ("gradients",), "curvature": ("curvature",),
+    "theta": ("parameters", "its site"), "eta": _POINT,
     "objective": ("that part", "part of the bound", "part of the objective"), "records": ("number of records",),
     "silos": ("weight", "number of records"), "value": ("part of the bound", "part of the log-likelihood"),
     "slope": ("slope",), "curve": ("slope",), "weighed": ("log-likelihood",),

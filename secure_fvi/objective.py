@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
+from torch.func import jacrev, vmap
 
 from secure_fvi.density import LogDensity
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
@@ -136,18 +136,74 @@ def silo_gradient(
 class RecordGradients(NamedTuple):
     """One silo's terms, a record at a time. They never leave the silo as they are."""
 
-    rows: Tensor  # (B, shared + hidden): direct, path, theta and then the silo-level parameters, each flattened
+    rows: Tensor  # (B, shared + hidden): direct, path, theta and silo-level parameters, each flattened; or `Curved.of`
     values: Tensor  # (B,) each record's part of the bound, nats
     local: Params  # (B, ...) gradient of each record's own variational parameters
 
 
+class Curved(NamedTuple):
+    """How a record's curvature is said beside its gradient, of models that have no latents but Z_G, nor parameters."""
+
+    gradient: float  # norm to which the gradient is cut
+    norm: float  # Frobenius norm to which the curvature of that cut gradient is
+    unit: float  # by which that is multiplied
+
+    def of(self, gradient: Callable[[Tensor], tuple[Tensor, Any]], at: Tensor) -> tuple[Tensor, Any]:
+        """(n + n (n + 1) / 2,): the cut gradient, and minus its derivative, which is symmetric but for what is cut: its
+        lower triangle, numbers off the diagonal times sqrt(2), so that the length is Frobenius'."""
+
+        def cut(z: Tensor) -> tuple[Tensor, tuple[Tensor, Any]]:
+            found, rest = gradient(z)
+            found = shortened(found, self.gradient)
+            return found, (found, rest)
+
+        slope, (found, rest) = jacrev(cut, has_aux=True)(at)
+        return torch.cat([found, self.unit * shortened(packed(-0.5 * (slope + slope.mT)), self.norm)]), rest
+
+    def read(self, total: Tensor, n: int) -> Tensor:
+        """The symmetric matrix (n, n) of a total (n (n + 1) / 2,)."""
+        lower = total.new_zeros(n, n)
+        lower[_triangle(n)] = total / (self.unit * _lengths(n, total))
+        return lower + lower.tril(-1).mT
+
+
+def packed(matrix: Tensor) -> Tensor:
+    """(n (n + 1) / 2,) of a symmetric matrix (n, n), as long as that."""
+    n = matrix.shape[-1]
+    return matrix[_triangle(n)] * _lengths(n, matrix)
+
+
+def shortened(vector: Tensor, norm: float) -> Tensor:
+    """`vector`, or as long as `norm` where it is longer."""
+    size = vector @ vector
+    long = size > norm**2
+    return vector * torch.where(long, norm * torch.where(long, size, 1.0).rsqrt(), 1.0)
+
+
+def _triangle(n: int) -> tuple[Tensor, Tensor]:
+    rows, cols = torch.tril_indices(n, n)
+    return rows, cols
+
+
+def _lengths(n: int, like: Tensor) -> Tensor:
+    rows, cols = _triangle(n)
+    return torch.where(rows == cols, 1.0, math.sqrt(2)).to(like)
+
+
 def record_gradients(
-    density: LogDensity, local: LocalFamily, silo: LocalFamily, samples: int, with_path: bool, mapped: bool = True
+    density: LogDensity,
+    local: LocalFamily,
+    silo: LocalFamily,
+    samples: int,
+    with_path: bool,
+    mapped: bool = True,
+    curved: Curved | None = None,
 ) -> Callable[..., RecordGradients]:
     """`silo_gradient` for each record alone: what it adds to the silo's sum, silo-level terms aside.
 
     mapped: by `vmap`, where a row depends on no other record as far as PyTorch's rule for each operation keeps them
-    apart (`exported.untested_operations`). Otherwise in a loop, where it cannot whatever the program does.
+    apart (`exported.untested_operations`). Otherwise in a loop, where it cannot whatever the program does. curved: with
+    the curvature in each row, after the gradient.
     """
 
     gradient = silo_gradient(density, local, silo, samples, of_silo=False)
@@ -157,11 +213,15 @@ def record_gradients(
         weights: Tensor, eps_local: Tensor, eps_silo: Tensor,
     ) -> RecordGradients:  # fmt: skip
         def one(params: Params, row: Params, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor, Params]:
-            g = gradient(
-                z_global, shift, theta, _as_batch(params), silo_params, _as_batch(row), weight.unsqueeze(0),
-                eps.unsqueeze(1), eps_silo,
-            )  # fmt: skip
-            return flat_gradient(g, with_path), g.value, {name: value.squeeze(0) for name, value in g.local.items()}
+            def found(z: Tensor) -> tuple[Tensor, tuple[Tensor, Params]]:
+                g = gradient(
+                    z, shift, theta, _as_batch(params), silo_params, _as_batch(row), weight.unsqueeze(0),
+                    eps.unsqueeze(1), eps_silo,
+                )  # fmt: skip
+                return flat_gradient(g, with_path), (g.value, {name: v.squeeze(0) for name, v in g.local.items()})
+
+            flat, rest = found(z_global) if curved is None else curved.of(found, z_global)
+            return flat, *rest
 
         if mapped:
             return RecordGradients(*vmap(one, in_dims=(0, 0, 0, 1))(local_params, rows, weights, eps_local))

@@ -14,7 +14,8 @@ variance. With a Gaussian prior the posterior of z is then exact. H itself is kn
 own posterior given the slopes. Its prior knows no directions: eigenvectors are any, all alike, and each eigenvalue is
 even in the logarithm by itself, down to where data say nothing. That is the reference prior of a covariance (Yang and
 Berger 1994), proper here since it ends (`_least`), or where a job declares that data tell more along every direction
-(`least_information`): an assumption, which is dropped where what was seen rules it out. The middle of the mixture over
+(`least_information`): an assumption, which is dropped where what was seen rules it out. Where rounds release H itself
+as well (`Released`) that is seen of it too. The middle of the mixture over
 draws, in its central 95%, is the result: a normal of that interval in each number, with the mixture's correlations. Far
 out the mixture is wider.
 
@@ -34,11 +35,14 @@ the mean over data, of a generalised linear model, T is the third moment of reco
 by the inequality of Cauchy and Schwarz b' H^-1 b <= sum E[(g' S g)^2] / 4. Scores are no longer than the clipping norm
 C; with directions as a normal's, E[(g' S g)^2] is at most C^2 E[g' g] ((tr HS)^2 + 2 tr HSHS) / ((tr H)^2 + 2 tr HH).
 That bound, a normal of that size in H's metric, is counted as one more noise of the slope; where it would be most of
-all there is no interval (`MOST_BENT`). A likelihood that is a parabola whatever the data, as the server sees in the
-program, has no such term. Its gradients are a line until they are cut, which those of a linear regression are where
-broadcasts move a record's linear predictor by more than its own noise. Then totals leave more of their line than noise
-does; or most broadcasts range over their priors; or, where the number of records N is public, tr(HS) / N is more than 1
-while totals vary more than the noise. In either case there is no interval (`_NO_LINE`, `MOST_WANDER`, `MOST_SWAY`).
+all there is no interval (`MOST_BENT`). And H goes with z there: of a logistic regression it is least along a truth that
+is far out, where a prior of which it says nothing would draw intervals to its own centre. They hold both what follows
+from the prior as it is, and as it would be around the broadcasts. A likelihood that is a parabola whatever the data, as
+the server sees in the program, has neither. Its gradients are a line until they are cut, which those of a linear
+regression are where broadcasts move a record's linear predictor by more than its own noise. Then totals leave more of
+their line than noise does; or most broadcasts range over their priors; or, where the number of records N is public,
+tr(HS) / N is more than 1 while totals vary more than the noise. In either case there is no interval (`_NO_LINE`,
+`MOST_WANDER`, `MOST_SWAY`).
 
 On their way. Rounds that still go from where the run began to where it ends are no sample around the end: along the way
 gradients are cut, all on one side, or curved otherwise. At the end broadcasts answer the noise, so that means of totals
@@ -123,6 +127,14 @@ _MOSTLY = 0.4
 _ROUNDS_EACH, _LEAST_VALUE, _TAKEN_OFF = 3, 1e-8, 4.0
 
 
+class Released(NamedTuple):
+    """The curvature that rounds released, H itself and noise: a mean, weighed as in `Trace`. For everyone."""
+
+    weight: float  # 0: none was
+    h: Tensor  # (n, n), float64; (0, 0) of a job that releases none
+    squares: float  # of its n (n + 1) / 2 numbers about the mean, those off the diagonal twice
+
+
 class Trace(NamedTuple):
     """Sums over rounds, each weighed by one over its noise's variance. Of broadcasts and totals; for everyone."""
 
@@ -134,17 +146,24 @@ class Trace(NamedTuple):
     gz: Tensor  # (n, n) products, a row a gradient's
     gg: Tensor  # (n,) squares of totals about the mean
     norms: float = math.nan  # records or silos of the last total, times the square of the clipping norm; NaN: unknown
+    curved: Released = Released(0.0, torch.zeros(0, 0, dtype=torch.float64), 0.0)
 
 
-def nothing_seen(n: int) -> Trace:
-    """Before the first round; n = 0 where nothing will be."""
+def nothing_seen(n: int, curved: bool = False) -> Trace:
+    """Before the first round; n = 0 where nothing will be. curved: rounds will release the curvature as well."""
     vector, square = torch.zeros(n, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
-    return Trace(0, 0.0, vector, vector, square, square, vector)
+    return Trace(
+        0, 0.0, vector, vector, square, square, vector, curved=Released(0.0, square if curved else square[:0, :0], 0.0)
+    )
 
 
-def seen(trace: Trace, z: Tensor, g: Tensor, variance: float, norms: float = math.nan) -> Trace:
+def seen(
+    trace: Trace, z: Tensor, g: Tensor, variance: float, norms: float = math.nan,
+    h: Tensor | None = None, h_variance: float = 1.0,
+) -> Trace:  # fmt: skip
     """With a round more: its broadcast z (n,), its total g (n,), the variance of the noise in each number, and
-    `Trace.norms`."""
+    `Trace.norms`; h (n, n): the curvature that it released, with noise of that variance on the diagonal and half of it
+    off."""
     z, g, one = z.to(trace.z), g.to(trace.g), 1 / variance
     weight = trace.weight + one
     off_z, off_g, share = z - trace.z, g - trace.g, one / weight
@@ -158,7 +177,14 @@ def seen(trace: Trace, z: Tensor, g: Tensor, variance: float, norms: float = mat
         trace.gz + kept * torch.outer(off_g, off_z),
         trace.gg + kept * off_g.square(),
         norms,
+        trace.curved if h is None else _with(trace.curved, h.to(trace.z), 1 / h_variance),
     )
+
+
+def _with(curved: Released, h: Tensor, one: float) -> Released:
+    weight = curved.weight + one
+    off, share = h - curved.h, one / weight
+    return Released(weight, curved.h + share * off, curved.squares + one * (1 - share) * float(off.square().sum()))
 
 
 def variance_of(terms: Terms, survivors: int, clip: float) -> float:
@@ -234,7 +260,7 @@ def of_gradients(
             'schedule = "cosine" or more records keep them near'
         )
     strayed = (0.0 if line else norm) * told.precision.diagonal() / trace.weight
-    told = told._replace(precision=told.precision / excess, strayed=strayed)
+    told = _with_released(told._replace(precision=told.precision / excess, strayed=strayed), trace)
     apart = float((told.estimate.diagonal().square() * told.precision.diagonal()).mean())
     least = max(LEAST_SEEN, _SEEN_EACH * n)
     if apart < least:
@@ -302,6 +328,17 @@ def _regressed(trace: Trace) -> tuple[_Told, float]:
     whole = basis @ estimate @ basis.mT
     left = float(trace.gg.sum()) + 2 * float((whole * trace.gz).sum()) + float((whole @ trace.zz * whole).sum())
     return _Told(basis, estimate, precision, torch.zeros_like(weights)), left
+
+
+def _with_released(told: _Told, trace: Trace) -> _Told:
+    """With the curvature that rounds released. Minibatches leave more than its noise there too."""
+    weight, h, squares = trace.curved
+    if weight == 0:
+        return told
+    n = len(h)
+    sure = weight / max(1.0, squares / ((trace.rounds - 1) * n * (n + 1) / 2)) * (2 - torch.eye(n).to(h))
+    precision, also = told.precision + sure, told.basis.mT @ h @ told.basis
+    return told._replace(estimate=(told.precision * told.estimate + sure * also) / precision, precision=precision)
 
 
 def widening(trace: Trace, sd: Tensor, prior: Tensor) -> Tensor | None:
@@ -394,12 +431,17 @@ def _integrated(
     gain = values / (values + spread)
     information = prior.precision + _made(vectors, gain * values)
     curved = _made(vectors, values)
-    shift = prior.shift + (_made(vectors, gain) @ (g + curved @ at).unsqueeze(-1)).squeeze(-1)
+    pull = (_made(vectors, gain) @ (g + curved @ at).unsqueeze(-1)).squeeze(-1)
     covariances = torch.linalg.inv(information)
-    means = (covariances @ shift.unsqueeze(-1)).squeeze(-1)
+    # Around the prior's centre; and, of what is no parabola, around the broadcasts'.
+    centres = [prior.shift, prior.precision @ at][: 1 + bool(told.strayed.any())]
+    means, *others = [(covariances @ (centre + pull).unsqueeze(-1)).squeeze(-1) for centre in centres]
     off = means - means.mean(0)
     covariance = covariances.mean(0) + off.mT @ off / len(drawn)
-    mean, sd = _central(means, covariances.diagonal(dim1=1, dim2=2).sqrt())
+    sds = covariances.diagonal(dim1=1, dim2=2).sqrt()
+    lows, highs = zip(*(_central(each, sds) for each in (means, *others)), strict=True)
+    low, high = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+    mean, sd = 0.5 * (low + high), (high - low) / (2 * _CENTRAL)
     times = sd / covariance.diagonal().sqrt()
     covariance = covariance * torch.outer(times, times)
     without = torch.linalg.inv(prior.precision + curved).mean(0)
@@ -554,8 +596,7 @@ def _normals(shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
 
 
 def _central(means: Tensor, sds: Tensor) -> tuple[Tensor, Tensor]:
-    """Middle and sd (n,) of the normals whose central 95% are those of mixtures of normals (K, n), to a thousandth of
-    the narrowest."""
+    """Ends (n,) of the central 95% of mixtures of normals (K, n), to a thousandth of the narrowest."""
     ends = []
     for share in (0.025, 0.975):
         low, high = (means - 10 * sds).amin(0), (means + 10 * sds).amax(0)
@@ -564,4 +605,4 @@ def _central(means: Tensor, sds: Tensor) -> tuple[Tensor, Tensor]:
             under = torch.special.ndtr((middle - means) / sds).mean(0) < share
             low, high = torch.where(under, middle, low), torch.where(under, high, middle)
         ends.append(0.5 * (low + high))
-    return 0.5 * (ends[0] + ends[1]), (ends[1] - ends[0]) / (2 * _CENTRAL)
+    return ends[0], ends[1]

@@ -78,9 +78,10 @@ from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
 from secure_fvi.later import Later
-from secure_fvi.objective import RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
+from secure_fvi.objective import Curved, RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
+from secure_fvi.options import SCHEDULES, Count, Inside, Part, Positive, Share, Spread, Whole, check, check_schedule
+from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.states import Moved
 from secure_fvi.trees import averages, merge, part, running_average, stacked, take, to_numpy, unflatten
 
@@ -95,7 +96,7 @@ else:
     sfvi_warm = Later("secure_fvi.algorithms.sfvi_warm")
     stopping = Later("secure_fvi.algorithms.stopping")
 
-DIRECT, PATH = "direct", "path"
+DIRECT, PATH, CURVATURE = "direct", "path", "curvature"
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
 #: Dimensions up to which a diagonal q is held against the curvature, which has as many squared; how many times as wide
 #: a posterior is worth a warning, as far as sds of a converged run may be off (`final_server.SD_WITHIN`); sites named.
@@ -172,6 +173,15 @@ class SFVI:
     """Under differential privacy, a public assumption that narrows intervals: the data's Fisher information about Z_G
     (n_global, in unconstrained space, of gradients as they are clipped) has no eigenvalue below it. Say it from what is
     known without the data; where totals rule it out it is not used, and the run warns."""
+    curvature_norm: Positive | None = None
+    """Under `RecordDP`, so that intervals are narrower where totals alone hardly tell how much data say: each record's
+    part of a sum holds the curvature of its gradient as well (n_global x n_global, in unconstrained space), clipped to
+    this Frobenius norm, and noised with it; None: it does not. Of a regression that is the squared length of a row, as
+    long as rows are, times the variance of an outcome over its dispersion squared (linear: 1 over the variance of
+    errors; logistic: a quarter)."""
+    curvature_share: Inside = 0.3
+    """Of the square of `clipping_norm`, what the curvature has; gradients have the rest: to cut them no more than
+    without, let that norm be 1.2 times as long."""
 
     name = "sfvi"
 
@@ -202,6 +212,8 @@ class SFVI:
 
     def declare(self, silos: int, private: bool) -> Declaration:
         what = "gradients of its part of the bound, in the global latents and the model's parameters, and that part"
+        if self.curvature_norm is not None:
+            what += "; the curvature of these gradients"
         what += "; its number of records"
         own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
         before = sfvi_warm.averaging(self).declare(silos, private).sums if self.warm_start.rounds else ()
@@ -322,6 +334,9 @@ class SFVIProgram(StructuredProgram):
         n = (self.family.n,)
         shapes: dict[str, tuple[int, ...]] = {DIRECT: n, **({PATH: n} if self.couples else {})}
         shapes |= {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
+        self.curved = self._curved()
+        if self.curved is not None:
+            shapes[CURVATURE] = (self.family.n * (self.family.n + 1) // 2,)
         self.gradient_blocks = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
         self.hidden = sum(v.numel() for v in self.silo_family.init(torch.zeros(1, self.n_silo)).values())
         self.sampled = config.sampling_rate
@@ -329,13 +344,27 @@ class SFVIProgram(StructuredProgram):
         self._block = rows_at_once(numbers)
         self._trace()
 
+    def _curved(self) -> Curved | None:
+        """How records say their curvature, where they do."""
+        norm, share, privacy = self.config.curvature_norm, self.config.curvature_share, self.problem.privacy
+        if norm is None:
+            return None
+        if not isinstance(privacy, RecordDP):
+            raise InputError("curvature_norm is for intervals that count the noise of RecordDP; leave it out")
+        if self._uncounted:
+            raise InputError(
+                f"curvature_norm is for intervals that count the noise, and here are none: {self._uncounted}"
+            )
+        length = privacy.clipping_norm * math.sqrt(1 - privacy.objective_share)
+        return Curved(length * math.sqrt(1 - share), norm, length * math.sqrt(share) / norm)
+
     def _trace(self) -> None:
         """What is traced of both halves: whole steps."""
         mode, by_shape = self.problem.mode, self.local_family.couples_records
         of = self.problem.density, self.local_family, self.silo_family, self.samples
         self._gradient: Callable[..., SiloGradient] = silo_gradient(*of)
-        self._record_gradients: Callable[..., RecordGradients] = record_gradients(*of, self.couples)
-        self._alone = record_gradients(*of, self.couples, mapped=False)
+        self._record_gradients: Callable[..., RecordGradients] = record_gradients(*of, self.couples, curved=self.curved)
+        self._alone = record_gradients(*of, self.couples, False, self.curved)
         self._looked_at: int | None = None  # the turn in which `_look` looked last
         self._own_terms = Traced(self._gradient, (None,) * 9, mode)
         self._pull_back: Callable[..., Any] = server_gradient(self.problem.density, self.family)
@@ -380,7 +409,10 @@ class SFVIProgram(StructuredProgram):
         return SFVIState(
             0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE,
             final_server.Rest(), refining_server.start(),
-            *[noise_aware.nothing_seen(self.family.n if looks else 0) for looks in (self._looks_on, self._counts)],
+            *[
+                noise_aware.nothing_seen(self.family.n if looks else 0, self.curved is not None)
+                for looks in (self._looks_on, self._counts)
+            ],
         )  # fmt: skip
 
     def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
@@ -412,7 +444,9 @@ class SFVIProgram(StructuredProgram):
         weights = [scale / each, message.scalars["scale"], 1.0 / max(averaged, 1)]
         factors = torch.tensor(weights, dtype=self.problem.dtype)
         eps = self._noise(state.round + 1)
-        totals = {name: self.move(torch.as_tensor(value)) for name, value in sums.items() if name != RECORDS}
+        totals = {
+            name: self.move(torch.as_tensor(value)) for name, value in sums.items() if name not in (RECORDS, CURVATURE)
+        }
         eta, theta, moments, average, z_global, shift, watched = self._move(
             state.eta, state.theta, state.moments, state.average, state.eps, eps, totals, self.move(factors)
         )
@@ -465,7 +499,8 @@ class SFVIProgram(StructuredProgram):
     def _uncounted(self) -> str | None:
         """Why no posterior of this job can count the noise of privacy; "" where there is none."""
         config = self.config
-        if not self.terms:
+        privacy = self.problem.privacy
+        if privacy is None:
             return ""
         if self.n_record or self.n_silo:
             return (
@@ -474,7 +509,7 @@ class SFVIProgram(StructuredProgram):
             )
         if self.theta_start:
             return "the pyro.params have no prior, and follow the noise with q"
-        if self.terms[ROUND_PHASE].adaptive:
+        if isinstance(privacy, SiloDP) and privacy.target_quantile is not None:
             return "target_quantile cuts silos' gradients by design, which moves q by more than noise"
         if config.participation < 1:
             return "participation below 1 draws other silos each round, which differ by more than noise"
@@ -511,7 +546,12 @@ class SFVIProgram(StructuredProgram):
         variance = noise_aware.variance_of(terms, len(message.cohort), clip) * factor**2
         gradient = torch.as_tensor(sums[DIRECT]) * factor
         units = float(sums.get(RECORDS, math.nan)) if self.by_record else len(message.cohort)
-        return noise_aware.seen(state.trace, state.z_global.cpu(), gradient, variance, units * clip**2)
+        at = state.z_global.cpu()
+        if self.curved is None:
+            return noise_aware.seen(state.trace, at, gradient, variance, units * clip**2)
+        h = self.curved.read(torch.as_tensor(sums[CURVATURE]) * factor, len(at))
+        norms, each = units * self.curved.gradient**2, variance / self.curved.unit**2
+        return noise_aware.seen(state.trace, at, gradient, variance, norms, h, each)
 
     def noise_aware(self, state: SFVIState) -> NoiseAware | str:
         if self._uncounted is not None:
@@ -520,6 +560,7 @@ class SFVIProgram(StructuredProgram):
         if normal is None:
             return noise_aware.NOT_NORMAL
         norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, noise_aware.straight(self.problem)
+        norm = norm if self.curved is None else self.curved.gradient
         norm = norm if self.by_record or not line else math.nan
         sampled, floor = self.config.sampling_rate < 1, self.config.least_information
         return noise_aware.of_gradients(state.trace, state.half, normal, norm, line, sampled, floor)

@@ -18,7 +18,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from programs import ENCODED, make_clinics, make_intercepts, make_slopes
+from programs import ENCODED, Conjugate, make_clinics, make_intercepts, make_slopes
 from scipy.optimize import brentq
 from scipy.stats import norm
 from torch import Tensor
@@ -122,6 +122,19 @@ def record_world(make: Any, algorithm: Any, values: float, changed: bool, **priv
 FAST = {"iterations": ROUNDS, "learning_rate": 0.1}
 
 
+def _lines(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal((x @ beta).tanh(), 1.0), obs=y)
+
+
+def make_lines() -> Conjugate:
+    """No latents but Z_G."""
+    rng = torch.Generator().manual_seed(5)
+    silos = [{"x": torch.randn(20, 2, generator=rng), "y": torch.ones(20)} for _ in range(3)]
+    return Conjugate(sf.FederatedModel(_lines, "row"), silos, {}, {})
+
+
 @pytest.mark.parametrize(
     ("make", "algorithm", "privacy"),
     [
@@ -129,6 +142,8 @@ FAST = {"iterations": ROUNDS, "learning_rate": 0.1}
         (make_slopes, sf.SFVI(**FAST, sampling_rate=0.5), {}),
         (make_intercepts, sf.SFVI(**FAST, sampling_rate=0.5), {"objective_share": 0.1}),
         (make_intercepts, sf.SFVI(**FAST, importance_samples=2), {}),
+        (make_lines, sf.SFVI(**FAST, sampling_rate=0.5, curvature_norm=1e-3), {"objective_share": 0.1}),
+        (make_lines, sf.SFVI(**FAST, curvature_norm=1e3, curvature_share=0.9), {}),
         pytest.param(make_clinics, sf.SFVI(**FAST), {}, marks=pytest.mark.slow),
         (make_clinics, sf.SFVI(**FAST, sampling_rate=0.5, silo_family=sf.Conditional(coupling=False)), {}),
         pytest.param(make_slopes, sf.PVI(rounds=ROUNDS, damping=0.5, local_steps=2), {}, marks=pytest.mark.slow),
@@ -139,6 +154,8 @@ FAST = {"iterations": ROUNDS, "learning_rate": 0.1}
         "minibatches",
         "local latents",
         "local, K = 2",
+        "curvature, cut",
+        "curvature",
         "silo latents",
         "silo, minibatches",
         "PVI",

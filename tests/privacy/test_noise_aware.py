@@ -323,20 +323,161 @@ def test_of_a_direction_that_no_site_tells_the_interval_is_as_wide_as_the_priors
     assert wide >= 25
 
 
-def test_the_bench_makes_the_rounds_of_a_fit() -> None:
-    """Without noise, and with the public draws of the job, broadcasts and q are those of `sf.fit`."""
-    privacy = sf.RecordDP(noise_multiplier=1e-9, clipping_norm=4.0, noise="silo", retries=0)
-    program = coverage.program_of("logistic", privacy, 20)
+def traced(
+    monkeypatch: pytest.MonkeyPatch, model: Any, data: coverage.Data, privacy: Any, **options: Any
+) -> tuple[Any, Any]:
+    """The result of a fit of these data's second regression, and the trace of what it released."""
+    traces = []
+    with monkeypatch.context() as patch:
+        patch.setattr(noise_aware, "of_gradients", lambda trace, *_: traces.append(trace) or "nobody asks")
+        result = sf.fit(
+            sf.FederatedModel(model, record_plate="row"), [{"x": data.x[1], "y": data.y[1]}],
+            sf.SFVI(family="full", average_last=0.8, **options), sf.Plain(), privacy=privacy, noise_key=b"k",
+            compile=False,
+        )  # fmt: skip
+    return result, traces[-1]
+
+
+@pytest.mark.parametrize(("clip", "norm"), [(4.0, None), (2.5, 1.5)])
+def test_the_bench_makes_the_rounds_of_a_fit(monkeypatch: pytest.MonkeyPatch, clip: float, norm: float | None) -> None:
+    """Without noise, and with the public draws of the job, broadcasts and q are those of `sf.fit`, and so is the
+    curvature where it is released, of gradients of which some are cut, and cut itself."""
+    privacy = sf.RecordDP(noise_multiplier=1e-9, clipping_norm=clip, noise="silo", retries=0)
+    program = coverage.program_of("logistic", privacy, 20, curvature_norm=norm)
     rng = torch.Generator().manual_seed(0)
     data = coverage.drawn("logistic", 50, 2, rng)
-    simulated = coverage.simulated(program, "logistic", data, 4.0, 0.0, rng, alike=True)
-    result = sf.fit(
-        sf.FederatedModel(coverage.logistic, record_plate="row"), [{"x": data.x[1], "y": data.y[1]}],
-        sf.SFVI(family="full", iterations=20, average_last=0.8), sf.Plain(), privacy=privacy, noise_key=b"k",
-        compile=False,
-    )  # fmt: skip
+    simulated = coverage.simulated(program, "logistic", data, clip, 0.0, rng, alike=True)
+    result, trace = traced(monkeypatch, coverage.logistic, data, privacy, iterations=20, curvature_norm=norm)
     assert torch.allclose(result.unaware["beta"].mean, simulated.mean[1], atol=1e-5)
     assert torch.allclose(result.unaware["beta"].sd, simulated.sd[1], atol=1e-5)
+    if norm is None:
+        assert trace.curved.weight == 0
+        return
+    assert torch.allclose(trace.curved.h, simulated.h[1].mean(0), atol=1e-4)
+    _, longer = traced(monkeypatch, coverage.logistic, data, privacy, iterations=20, curvature_norm=100.0)
+    assert trace.curved.h.trace() < 0.98 * longer.curved.h.trace()
+    wider = sf.RecordDP(noise_multiplier=1e-9, clipping_norm=50.0, noise="silo", retries=0)
+    _, uncut = traced(monkeypatch, coverage.logistic, data, wider, iterations=20, curvature_norm=100.0)
+    assert longer.curved.h.trace() < 0.98 * uncut.curved.h.trace()
+
+
+def test_released_curvature_narrows_intervals_that_cover() -> None:
+    """Ten coefficients of eight fits, at epsilon 0.3: of 80 intervals fewer than 69 cover by chance once in 1,000 where
+    95% do. Without it they are twice as wide and more."""
+    released, without = (
+        coverage.sfvi_row("linear", 3000, 0.3, 8, 6, curvature_norm=norm)
+        for norm in (coverage.CURVATURE["linear"], None)
+    )
+    assert released["given"] == without["given"] == 8
+    assert released["covered"] * 80 >= 69
+    assert released["best"] < 0.5 * without["best"]
+
+
+def two_directions(
+    curvature: Tensor, truth: Tensor, noise: float, rng: torch.Generator
+) -> tuple[noise_aware.Trace, Tensor]:
+    """What 200 rounds release of that curvature (2, 2), noise of sd 30 on the mean's diagonal, and around what: the
+    totals' mean has noise of that sd, of which the broadcasts' mean is as far off as a step takes it."""
+    rounds, n = 200, len(truth)
+    at = truth + noise * torch.randn(n, generator=rng, dtype=torch.float64) / (curvature.diagonal() + 30)
+    released = torch.randn(rounds, n, n, generator=rng, dtype=torch.float64)
+    released = 30 * rounds**0.5 * (released.tril() + released.tril(-1).mT) * (0.5 + 0.5 * torch.eye(n)).sqrt()
+    data = torch.linalg.cholesky(curvature + 1e-9 * torch.eye(n)) @ torch.randn(n, generator=rng, dtype=torch.float64)
+    own = noise * torch.randn(n, generator=rng, dtype=torch.float64)
+    trace = noise_aware.nothing_seen(n, True)
+    for h in released:
+        trace = noise_aware.seen(trace, at, at, rounds * noise**2, h=curvature + h, h_variance=30.0**2 * rounds)
+    return trace._replace(g=curvature @ (truth - at) + data + own), at
+
+
+def counted(trace: noise_aware.Trace, at: Tensor, noise: float, straying: float) -> Any:
+    nothing = torch.zeros(2, 2).double()
+    told = noise_aware._Told(torch.eye(2).double(), nothing, nothing + 1e-12, torch.full((2,), straying).double())
+    told = noise_aware._with_released(told, trace)
+    prior = Natural(torch.zeros(2).double(), torch.eye(2).double())
+    return noise_aware._integrated(told, trace.g, at, noise**2, 1.0, prior, trace.rounds, None)
+
+
+def test_released_curvature_leaves_what_is_not_told_to_the_prior() -> None:
+    """Of a direction without curvature, in 60 fits: intervals cover, fewer than 52 by chance once in 100, and are the
+    prior's. In the control the noise of what was released is not counted, and half of it is positive."""
+    rng, found = torch.Generator().manual_seed(21), []
+    curvature = torch.tensor([[1000.0, 0.0], [0.0, 0.0]]).double()
+    for _ in range(60):
+        truth = torch.randn(2, generator=rng, dtype=torch.float64)
+        trace, at = two_directions(curvature, truth, 27.0, rng)
+        sure = trace._replace(curved=trace.curved._replace(weight=1e6 * trace.curved.weight, squares=0.0))
+        both = [counted(one, at, 27.0, 0.0) for one in (trace, sure)]
+        sds = [float(one.covariance[1, 1]) ** 0.5 for one in both]
+        inside = [abs(float(one.mean[1] - truth[1])) < 1.96 * sd for one, sd in zip(both, sds, strict=True)]
+        found.append([*inside, *(sd > 0.8 for sd in sds)])
+    covered, control, wide, as_wide = np.sum(found, 0)
+    assert covered >= 52
+    assert control <= 51  # in one of 300 where 95% cover
+    assert wide >= 54
+    assert as_wide <= 45
+
+
+def test_of_a_truth_far_out_that_hides_its_own_curvature_intervals_are_not_the_priors() -> None:
+    """A likelihood that is no parabola has its least curvature where the truth is far out, as a logistic regression's
+    along its coefficients: three sds of the prior and more here, and hidden by noise. Of 60 fits fewer than 52 cover
+    by chance once in 100; the control takes it for a parabola, whose curvature knows nothing of the truth."""
+    rng, found = torch.Generator().manual_seed(31), []
+    curvature, truth = torch.tensor([[1000.0, 0.0], [0.0, 40.0]]).double(), torch.tensor([0.0, 3.5]).double()
+    for _ in range(60):
+        trace, at = two_directions(curvature, truth, 27.0, rng)
+        both = [counted(trace, at, 27.0, straying) for straying in (1e-9, 0.0)]
+        found.append([abs(float(one.mean[1]) - 3.5) < 1.96 * float(one.covariance[1, 1]) ** 0.5 for one in both])
+    covered, control = np.sum(found, 0)
+    assert covered >= 52
+    assert control <= 42
+
+
+def test_minibatches_leave_more_than_the_noise_in_the_curvature_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of half the records of a linear regression, drawn anew each round, the mean is that of all but for as much as
+    rounds differ by: which is counted."""
+    data = coverage.drawn("linear", 200, 2, torch.Generator().manual_seed(3))
+    privacy = sf.RecordDP(noise_multiplier=1e-3, clipping_norm=1000.0, noise="silo", retries=0)
+    options = {"iterations": 80, "curvature_norm": 1000.0, "sampling_rate": 0.5}
+    _, trace = traced(monkeypatch, coverage.linear, data, privacy, **options)
+    off = (trace.curved.h - data.x[1].mT @ data.x[1]).square().sum()
+    told = noise_aware._regressed(trace)[0]._replace(precision=torch.zeros(10, 10).double())
+    standard = []
+    for squares in (0.0, trace.curved.squares):  # were noise all, and as counted
+        curved = trace.curved._replace(squares=squares)
+        precision = noise_aware._with_released(told, trace._replace(curved=curved)).precision
+        standard.append(float((off * precision.diagonal().mean() / 55).sqrt()))
+    assert standard[0] > 4
+    assert 0.5 < standard[1] < 2
+
+
+ONE = sf.RecordDP(noise_multiplier=1.0, clipping_norm=1.0, noise="silo")
+
+
+@pytest.mark.parametrize(
+    ("options", "privacy", "words"),
+    [
+        ({}, None, "of RecordDP; leave it out"),
+        ({}, sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0, noise="silo"), "of RecordDP; leave it out"),
+        ({"average_last": 0.0}, ONE, "no rounds are near the end"),
+        ({"participation": 0.5}, ONE, "draws other silos each round"),
+        ({"curvature_share": 1.0}, ONE, r"must lie in \(0, 1\)"),
+        ({"curvature_norm": 0.0}, ONE, "positive and finite"),
+    ],
+)
+def test_curvature_is_released_where_it_can_be_counted_alone(options: Any, privacy: Any, words: str) -> None:
+    rows = {"x": torch.zeros(3, 2).double(), "y": torch.zeros(3).double()}
+    model, options = sf.FederatedModel(two_slopes, "row"), {"iterations": 20, "curvature_norm": 2.0, **options}
+    with pytest.raises(InputError, match=words):
+        sf.fit(model, [rows] * 4, sf.SFVI(**options), sf.Plain(), privacy=privacy)
+
+
+def test_a_model_with_latents_of_records_releases_no_curvature() -> None:
+    problem = make_clinics()
+    with pytest.raises(InputError, match="here are none: latents of records and silos follow"):
+        sf.fit(
+            problem.model, problem.silos, sf.SFVI(iterations=20, curvature_norm=2.0), sf.Plain(), privacy=ONE,
+        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("cut_or_not")
@@ -419,7 +560,7 @@ def test_rounds_on_their_way_give_no_interval(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("looks", ["totals", "broadcasts"])
 def test_a_rare_outcome_on_its_way_gives_no_interval(monkeypatch: pytest.MonkeyPatch, looks: str) -> None:
     """A logistic regression with 2% of ones, whose intercept is 4 sds of its prior from where the run begins. In the
-    control every fit is given and at most 4 of 12 intervals of the intercept cover; either look refuses all of them."""
+    control every fit is given and at most 7 of 12 intervals of the intercept cover; either look refuses all of them."""
     rng = torch.Generator().manual_seed(11)
     program, variance = job("logistic", 3.0, 4.0)
     data = coverage.drawn("logistic", 6000, 12, rng)
@@ -445,7 +586,7 @@ def test_a_rare_outcome_on_its_way_gives_no_interval(monkeypatch: pytest.MonkeyP
         ]
     assert given[looks] == []
     assert len(given[""]) == 12
-    assert sum(given[""]) <= 4
+    assert sum(given[""]) <= 7  # in one of 5,000 where 95% do
 
 
 def test_of_a_column_that_says_nothing_the_interval_is_the_priors(monkeypatch: pytest.MonkeyPatch) -> None:

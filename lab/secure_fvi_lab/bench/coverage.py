@@ -7,9 +7,10 @@ for these models are a line of algebra, are clipped and get Gaussian noise of th
 sites, clipped and noised. Where noise hides the curvature there is no interval, and a fit counts as "not given".
 
 Trials of an interval are coefficients, ten a fit; they are not quite independent. `best` is the mean sd over that of
-the exact posterior for whoever knows the curvature of cut gradients, and adds up all rounds. `declared`: the same
-fits with `least_information`, half of the least eigenvalue that any of a hundred made data sets has, of other truths
-and rows; of adult, half of what its test set has, times records.
+the exact posterior for whoever knows the curvature of cut gradients, and adds up all rounds; where rounds release it
+(`curvature_norm`), with the noise of gradients that share nothing. `declared`: the same fits with `least_information`,
+half of the least eigenvalue that any of a hundred made data sets has, of other truths and rows; of adult, half of what
+its test set has, times records.
 
 Cells of adult: the design of UCI Adult's 32,561 people, truths from the posterior of their incomes (Laplace's), incomes
 drawn again. "114 columns" are the example's, "12 columns" ones that many people share.
@@ -51,6 +52,8 @@ Kind = Literal["linear", "logistic"]
 DIMENSIONS, ROUNDS, DELTA, SILOS = 10, 300, 1e-5, 200
 #: A norm that few gradients reach: a clipped logistic score is biased, and that is not what is measured.
 CLIPPING = {"linear": 6.0, "logistic": 4.0}
+#: And of the curvature: the squared length of nine rows in ten, times the variance of an outcome, at most.
+CURVATURE = {"linear": 16.0, "logistic": 4.0}
 SITE = 160.0
 EPSILONS, RECORDS = (0.3, 1.0, 3.0), (300, 3000)
 RATE = 0.05
@@ -93,6 +96,7 @@ class Fits(NamedTuple):
 
     z: Tensor  # (B, T, n)
     g: Tensor  # (B, T, n)
+    h: Tensor  # (B, averaged, n, n) what rounds that are averaged released of the curvature; averaged 0: nothing
     mean: Tensor  # (B, n)
     sd: Tensor  # (B, n)
 
@@ -106,6 +110,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             yield f"  {count} of {row['fits']}: {because}"
         if row.get("rounds", ROUNDS) != ROUNDS:
             name += f", {row['rounds']} rounds"
+        if row.get("curvature_norm") is not None:
+            name += ", curvature"
         if row["given"]:
             rest = f"{interval(row):>24} {row['by_q']:6.3f} {_widths(row)}"
         else:
@@ -127,14 +133,15 @@ def _widths(row: dict[str, Any]) -> str:
 
 
 def measure(fits: int, seed: int = 0, adult: bool = False, data: Path | None = None) -> dict[str, Any]:
-    """Every cell of SFVI, those in which broadcasts stray, and those of PVI; DESIGN's machine beside it. adult: its
-    cells alone, of the folder `data`."""
+    """Every cell of SFVI, those in which broadcasts stray, those in which rounds release the curvature, and those of
+    PVI; DESIGN's machine beside it. adult: its cells alone, of the folder `data`."""
     if adult:
         rows = [_adult_row(columns, fits, seed, data) for columns in ADULT]
         return {"machine": machine(), "rounds": ADULT_ROUNDS, "delta": ADULT_DELTA, "rows": rows}
     cells = [(kind, n, e) for kind in ("linear", "logistic") for n in RECORDS for e in EPSILONS]
     rows = [sfvi_row(kind, n, e, fits, seed, declares=True) for kind, n, e in cells]  # type: ignore[arg-type]
     rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, *FAR, declares=True) for e in FAR_EPSILONS]
+    rows += [sfvi_row(kind, n, e, fits, seed, curvature_norm=CURVATURE[kind]) for kind, n, e in cells]  # type: ignore[arg-type]
     rows += [_pvi_row(e, fits, seed) for e in EPSILONS]
     return {"machine": machine(), "rounds": ROUNDS, "delta": DELTA, "rows": rows}
 
@@ -150,16 +157,27 @@ def drawn(kind: Kind, records: int, fits: int, rng: torch.Generator) -> Data:
     return Data(beta, x, (torch.rand(fits, records, generator=rng, dtype=torch.float64) < mean.sigmoid()).double())
 
 
-def program_of(kind: Kind, privacy: RecordDP, rounds: int, rate: float = RATE) -> SFVIProgram:
+def program_of(
+    kind: Kind, privacy: RecordDP, rounds: int, rate: float = RATE, curvature_norm: float | None = None
+) -> SFVIProgram:
     """SFVI on the model of a cell."""
     model = FederatedModel({"linear": linear, "logistic": logistic}[kind], record_plate="row")
-    return _program(model, DIMENSIONS, privacy, rounds, rate)
+    return _program(model, DIMENSIONS, privacy, rounds, rate, curvature_norm)
 
 
-def _program(model: FederatedModel, columns: int, privacy: RecordDP, rounds: int, rate: float) -> SFVIProgram:
+def _program(
+    model: FederatedModel,
+    columns: int,
+    privacy: RecordDP,
+    rounds: int,
+    rate: float,
+    curvature_norm: float | None = None,
+) -> SFVIProgram:
     """That all silos are here changes no number."""
     rows = {"x": torch.zeros(2, columns, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
-    algorithm = SFVI(family="full", iterations=rounds, average_last=0.8, learning_rate=rate)
+    algorithm = SFVI(
+        family="full", iterations=rounds, average_last=0.8, learning_rate=rate, curvature_norm=curvature_norm
+    )
     parties = build_parties(model, [rows], algorithm, Plain(), privacy=privacy, noise_key=b"bench", compile=False)
     program = parties.server.program
     assert isinstance(program, SFVIProgram)
@@ -197,14 +215,15 @@ def simulated(
 ) -> Fits:
     """All rounds of all fits. sd: of the noise in each number of a total. alike: with the job's own public draws, the
     same in all fits, in place of draws of their own."""
-    fits, config = len(data.beta), program.config
+    fits, config, curved = len(data.beta), program.config, program.curved
+    clip = clip if curved is None else curved.gradient
     start = program.init()
     eta, moments = (of_each(of, fits) for of in (start.eta, start.moments))
     average = {f"eta/{name}": v for name, v in eta.items()}
     move, draw = moving(program), vmap(program.family.transform)
     eps, norms = start.eps.expand(fits, -1), data.x.norm(dim=-1)
     z = draw(eta, eps)
-    broadcasts, totals = [], []
+    broadcasts, totals, released = [], [], []
     averaged = 0
     for round_ in range(config.iterations):
         mean = _predictor(data.x, z)
@@ -215,6 +234,11 @@ def simulated(
         broadcasts.append(z)
         totals.append(total)
         averaged += round_ >= config.iterations * (1 - config.average_last)
+        if averaged and curved is not None:
+            weight = torch.ones_like(mean) if kind == "linear" else mean.sigmoid() * (-mean).sigmoid()
+            weight = weight * (residual.abs() * norms < clip)
+            weight = weight.minimum(curved.norm / norms.square())
+            released.append(_summed(data, weight) + sd / curved.unit * _noise(fits, z.shape[1], rng))
         factors = torch.tensor([1.0, config.multiplier(round_), 1 / max(averaged, 1)], dtype=torch.float64)
         following = torch.randn(fits, program.family.noise_size, generator=rng, dtype=torch.float64)
         if alike:
@@ -223,31 +247,46 @@ def simulated(
         eps, z = following, draw(eta, following)
     ended = {name.removeprefix("eta/"): value for name, value in average.items()}
     sds = vmap(program.family.stddev)(ended)
-    return Fits(torch.stack(broadcasts, 1), torch.stack(totals, 1), ended["loc"], sds)
+    h = torch.stack(released, 1) if released else z.new_zeros(fits, 0, 0, 0)
+    return Fits(torch.stack(broadcasts, 1), torch.stack(totals, 1), h, ended["loc"], sds)
+
+
+def _summed(data: Data, weight: Tensor) -> Tensor:
+    """(B, n, n): sums over rows of x x', times weights (B, N)."""
+    rows = data.x if data.x.dim() == 3 else [data.x] * len(weight)
+    return torch.stack([x.mT @ (each.unsqueeze(1) * x) for x, each in zip(rows, weight, strict=True)])
+
+
+def _noise(fits: int, n: int, rng: torch.Generator) -> Tensor:
+    """(B, n, n) symmetric, of variance 1 on the diagonal and a half off it."""
+    drawn = torch.randn(fits, n, n, generator=rng, dtype=torch.float64).tril()
+    return (drawn + drawn.mT) / math.sqrt(2) * (1 + (math.sqrt(0.5) - 1) * torch.eye(n))
 
 
 def sfvi_row(
     kind: Kind, records: int, epsilon: float, fits: int, seed: int, rounds: int = ROUNDS, rate: float = RATE,
-    declares: bool = False,
+    declares: bool = False, curvature_norm: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A cell of SFVI; declares: also with `least_information`. `strayed`: the sd of a row's linear predictor over the
-    broadcasts that are averaged."""
+    """A cell of SFVI; declares: also with `least_information`; curvature_norm: rounds release the curvature. `strayed`:
+    the sd of a row's linear predictor over the broadcasts that are averaged."""
     clip = CLIPPING[kind]
     rng = torch.Generator().manual_seed(seed)
-    privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=clip, noise="silo", retries=0)
-    program = program_of(kind, privacy, rounds, rate)
-    variance = noise_aware.variance_of(program.terms["round"], 1, clip)
+    share = 0.0 if curvature_norm is None else SFVI().curvature_share
+    norm = clip / math.sqrt(1 - share)  # so that gradients are cut alike
+    privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=norm, noise="silo", retries=0)
+    program = program_of(kind, privacy, rounds, rate, curvature_norm)
+    variance = noise_aware.variance_of(program.terms["round"], 1, norm)
     data = drawn(kind, records, fits, rng)
     found = simulated(program, kind, data, clip, math.sqrt(variance), rng)
     first = math.ceil(rounds * (1 - program.config.average_last))
     floor = declared(kind, records) if declares else None
     answers, narrowed = _answers(program, found, first, variance, clip, floor)
     q = (found.mean - data.beta).abs() < 1.96 * found.sd
-    best = _best_sd(*_cut(kind, data, clip), variance / rounds)
+    best = _best_sd(*_cut(kind, data, clip), (1 - share) * variance / rounds)
     strayed = float(found.z[:, first:].var(1).sum(1).mean().sqrt())
     return {
         "algorithm": "SFVI", "kind": kind, "records": records, "rounds": rounds, "rate": rate, "strayed": strayed,
-        **_told(answers, data.beta, q, best), **_of(privacy),
+        "curvature_norm": curvature_norm, **_told(answers, data.beta, q, best), **_of(privacy),
         **({} if floor is None else {"declared": _declared(floor, narrowed, data.beta, q, best)}),
     }  # fmt: skip
 
@@ -262,11 +301,15 @@ def _declared(floor: float, answers: list[Any], beta: Tensor, q: Tensor, best: T
     return {"least_information": floor, **_told(answers, beta, q, best)}
 
 
-def traced(z: Tensor, g: Tensor, variance: float) -> tuple[noise_aware.Trace, noise_aware.Trace]:
-    """Of rounds' broadcasts and totals (rounds, n), and of the first half of them."""
-    trace = half = noise_aware.nothing_seen(z.shape[1])
+def traced(
+    z: Tensor, g: Tensor, variance: float, h: Tensor | None = None, unit: float = 1.0
+) -> tuple[noise_aware.Trace, noise_aware.Trace]:
+    """Of rounds' broadcasts and totals (rounds, n), and of the first half of them; h (rounds, n, n): what they released
+    of the curvature, in numbers of that `unit`."""
+    trace = half = noise_aware.nothing_seen(z.shape[1], h is not None)
     for k, (at, total) in enumerate(zip(z, g, strict=True)):
-        trace = noise_aware.seen(trace, at, total, variance)
+        of = None if h is None else h[k]
+        trace = noise_aware.seen(trace, at, total, variance, h=of, h_variance=variance / unit**2)
         half = trace if 2 * k < len(z) else half
     return trace, half
 
@@ -275,11 +318,12 @@ def _answers(
     program: SFVIProgram, found: Fits, first: int, variance: float, clip: float, floor: float | None
 ) -> tuple[list[NoiseAware | str], list[NoiseAware | str]]:
     """Of the rounds from `first` on: without `least_information`, and where it is `floor`."""
-    n, answers, narrowed = found.mean.shape[1], [], []
+    n, answers, narrowed, curved = found.mean.shape[1], [], [], program.curved
+    clip = clip if curved is None else curved.gradient
     line = noise_aware.straight(program.problem)
     prior = Natural(torch.zeros(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64))
-    for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
-        seen = traced(z, g, variance)
+    for z, g, h in zip(found.z[:, first:], found.g[:, first:], found.h, strict=True):
+        seen = traced(z, g, variance) if curved is None else traced(z, g, variance, h, curved.unit)
         answers.append(noise_aware.of_gradients(*seen, prior, clip, line))
         if floor is not None:
             narrowed.append(noise_aware.of_gradients(*seen, prior, clip, line, floor=floor))
@@ -377,12 +421,7 @@ def _cut(kind: Kind, data: Data, clip: float) -> tuple[Tensor, Tensor]:
     most = clip / data.x.norm(dim=-1)
     weight = weight * (residual.abs() < most)
     squares = residual.abs().minimum(most).square()
-    rows = data.x if data.x.dim() == 3 else [data.x] * len(mean)
-
-    def summed(by: Tensor) -> Tensor:
-        return torch.stack([x.mT @ (each.unsqueeze(1) * x) for x, each in zip(rows, by, strict=True)])
-
-    return summed(weight), summed(squares)
+    return _summed(data, weight), _summed(data, squares)
 
 
 def _best_sd(curvature: Tensor, own: Tensor, variance: float) -> Tensor:
