@@ -122,6 +122,8 @@ _SEED = 20_250_503
 _LEAST, _FAR, _NEAR, _AROUND, _NEARLY, _CENTRAL = 1e-8, 16, 48, 6.0, 0.2, 1.959964
 #: Share of the prior's variance from which an interval is mostly the prior's: a bit less than a duplicate's.
 _MOSTLY = 0.4
+#: The power by which an eigenvalue's prior falls off above what was declared: three in four are within twice that.
+_STEEP = 2.0
 #: Rounds a dimension that `widening` asks for, the least eigenvalue of a curvature's correlations, and how many times
 #: its expectation what error adds is taken off.
 _ROUNDS_EACH, _LEAST_VALUE, _TAKEN_OFF = 3, 1e-8, 4.0
@@ -484,11 +486,11 @@ def _curvatures(told: _Told, prior: float, floor: float = 0.0) -> tuple[Tensor, 
     precision = torch.where(unseen, told.precision.new_tensor(prior**-2), told.precision)
     told = told._replace(estimate=told.estimate.masked_fill(unseen, 0), precision=precision)
     most = float((told.estimate.diagonal() + _AROUND * told.precision.diagonal().rsqrt()).max())
-    least = max(floor, _least(prior, most))
+    least = _Least(max(floor, _least(prior, most)), _STEEP if floor else 0.0)
     many, power = max(_FEWEST, min(_DRAWS, _NUMBERS // n**2)), _POWER
     noise = _normals((many, n, n), rng) / (power * told.precision).sqrt()
     values, vectors = torch.linalg.eigh(told.estimate + noise)
-    values = values.clamp(min=least)
+    values = values.clamp(min=least.value)
     for _ in range(_SETTLE):
         values, vectors = _swept(told, power, least, values, vectors, rng)
     while power < 1:
@@ -501,6 +503,13 @@ def _curvatures(told: _Told, prior: float, floor: float = 0.0) -> tuple[Tensor, 
     for _ in range(_SETTLE):
         values, vectors = _swept(told, power, least, values, vectors, rng)
     return values, vectors
+
+
+class _Least(NamedTuple):
+    """Where the prior of an eigenvalue ends, and by what power of it the prior falls off faster than 1 / v."""
+
+    value: float
+    steep: float
 
 
 def _least(prior: float, most: float) -> float:
@@ -524,7 +533,7 @@ def _raised(fits: Tensor, power: float) -> tuple[float, Tensor]:
 
 
 def _swept(
-    told: _Told, power: float, least: float, values: Tensor, vectors: Tensor, rng: np.random.Generator
+    told: _Told, power: float, least: _Least, values: Tensor, vectors: Tensor, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
     """Draws after a sweep of Gibbs' sampler, of the likelihood to that power.
 
@@ -571,9 +580,10 @@ def _pairings(n: int, rng: np.random.Generator) -> list[tuple[Tensor, Tensor]]:
     return rounds
 
 
-def _values(precision: Tensor, linear: Tensor, least: float, rng: np.random.Generator) -> Tensor:
-    """Draws (K, n) of numbers with density exp(linear v - precision v^2 / 2) / v from `least` on, on a grid each: of
-    logarithms up to where the exponent begins to matter, and from there even."""
+def _values(precision: Tensor, linear: Tensor, end: _Least, rng: np.random.Generator) -> Tensor:
+    """Draws (K, n) of numbers with density exp(linear v - precision v^2 / 2) v^(-1 - steep) from the least on, on a grid
+    each: of logarithms up to where the exponent begins to matter, and from there even."""
+    least, steep = end
     at, error = linear / precision, precision.rsqrt()
     # Where the likelihood is largest below `least`, it falls off from there, by as much, within this.
     up = at.clamp(min=0)
@@ -583,7 +593,7 @@ def _values(precision: Tensor, linear: Tensor, least: float, rng: np.random.Gene
     lows, highs = low[:-1] * (2 - low[:-1]) * (near / least).log() + math.log(least), near + (most - near) * high
     grid, log = torch.cat([lows.exp(), highs], -1), torch.cat([lows, highs.log()], -1)
     width = torch.cat([log[..., 1:2] - log[..., :1], log[..., 2:] - log[..., :-2], log[..., -1:] - log[..., -2:-1]], -1)
-    fits = -0.5 * (grid - at.unsqueeze(-1)).square() * precision.unsqueeze(-1)
+    fits = -0.5 * (grid - at.unsqueeze(-1)).square() * precision.unsqueeze(-1) - steep * log
     under = (width * (fits - fits.amax(-1, keepdim=True)).exp()).cumsum(-1)
     chosen = torch.searchsorted(under, torch.from_numpy(rng.random((*at.shape, 1))) * under[..., -1:])
     return grid.gather(-1, chosen.clamp(max=grid.shape[-1] - 1)).squeeze(-1)
