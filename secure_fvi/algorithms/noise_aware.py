@@ -9,15 +9,15 @@ and
     SFVI   round t's total, at the broadcast z_t:  g_t = s - H z_t + noise    a regression of gradients on broadcasts
     PVI    the total of the first round:           (s, H) + noise             the sum of all sites
 
-Given H, what was seen of s is normal: s = H z + r with r ~ N(0, H), the data's own spread, and noise of known
-variance. With a Gaussian prior the posterior of z is then exact. H itself is known up to noise, and is drawn from its
-own posterior given the slopes. Its prior knows no directions: eigenvectors are any, all alike, and each eigenvalue is
-even in the logarithm by itself, down to where data say nothing. That is the reference prior of a covariance (Yang and
-Berger 1994), proper here since it ends (`_least`), or where a job declares that data tell more along every direction
-(`least_information`): an assumption, which is dropped where what was seen rules it out. Where rounds release H itself
-as well (`Released`) that is seen of it too. The middle of the mixture over
-draws, in its central 95%, is the result: a normal of that interval in each number, with the mixture's correlations. Far
-out the mixture is wider.
+Given H, what was seen of s is normal: s = H z + r with r ~ N(0, H), the data's own spread, and noise of known variance.
+With a Gaussian prior the posterior of z is then exact. H itself is known up to noise, and is drawn from its own
+posterior given the slopes. Its prior knows no directions: eigenvectors are any, all alike, and each eigenvalue is even
+in the logarithm by itself, down to where data say nothing. That is the reference prior of a covariance (Yang and Berger
+1994), proper here since it ends (`_least`), or where a job declares that data tell more along every direction
+(`least_information`): an assumption, which is dropped where what was seen rules it out. Above that it falls off by the
+square: of a direction that the noise hides even logarithms would make nearly all draws more than is there. Where rounds
+release H itself as well (`Released`) that is seen of it too. The middle of the mixture over draws, in its central 95%,
+is the result: a normal of that interval in each number, with the mixture's correlations. Far out the mixture is wider.
 
 Hidden directions. Along a direction of which no record says anything broadcasts are a walk of the noise, and the slope
 on a walk looks like curvature. A prior that ties all directions to one size takes that for curvature, one that has
@@ -28,15 +28,15 @@ in the numbers' own units: where one is not told and priors differ much, draws o
 narrow, which then seems to say something of it. There is none then either (`MOST_UNLIKE`).
 
 No parabola. Broadcasts of variance S around their mean show gradients that are smoothed over them, which are zero
-elsewhere: of a logistic regression further out, at estimates that are too large. To third order they are off by
-b = T[S] / 2, T the third derivatives of the log-likelihood. At the eps at which intervals are wanted no test sees b in
-the trace: a quadratic regression knows it with n / 2 times the variance of the slope itself. Its size is bounded. In
-the mean over data, of a generalised linear model, T is the third moment of records' scores g (Bartlett 1953), so that
-by the inequality of Cauchy and Schwarz b' H^-1 b <= sum E[(g' S g)^2] / 4. Scores are no longer than the clipping norm
-C; with directions as a normal's, E[(g' S g)^2] is at most C^2 E[g' g] ((tr HS)^2 + 2 tr HSHS) / ((tr H)^2 + 2 tr HH).
-That bound, a normal of that size in H's metric, is counted as one more noise of the slope; where it would be most of
-all there is no interval (`MOST_BENT`). And H goes with z there: of a logistic regression it is least along a truth that
-is far out, where a prior of which it says nothing would draw intervals to its own centre. They hold both what follows
+elsewhere: of a logistic regression further out, at estimates that are too large. To third order they are off by b =
+T[S] / 2, T the third derivatives of the log-likelihood. At the eps at which intervals are wanted no test sees b in the
+trace: a quadratic regression knows it with n / 2 times the variance of the slope itself. Its size is bounded. In the
+mean over data, of a generalised linear model, T is the third moment of records' scores g (Bartlett 1953), so that by
+the inequality of Cauchy and Schwarz b' H^-1 b <= sum E[(g' S g)^2] / 4. Scores are no longer than the clipping norm C;
+with directions as a normal's, E[(g' S g)^2] is at most C^2 E[g' g] ((tr HS)^2 + 2 tr HSHS) / ((tr H)^2 + 2 tr HH). That
+bound, a normal of that size in H's metric, is counted as one more noise of the slope; where it would be most of all
+there is no interval (`MOST_BENT`). And H goes with z there: of a logistic regression it is least along a truth that is
+far out, where a prior of which it says nothing would draw intervals to its own centre. Intervals hold both what follows
 from the prior as it is, and as it would be around the broadcasts. A likelihood that is a parabola whatever the data, as
 the server sees in the program, has neither. Its gradients are a line until they are cut, which those of a linear
 regression are where broadcasts move a record's linear predictor by more than its own noise. Then totals leave more of
@@ -581,8 +581,8 @@ def _pairings(n: int, rng: np.random.Generator) -> list[tuple[Tensor, Tensor]]:
 
 
 def _values(precision: Tensor, linear: Tensor, end: _Least, rng: np.random.Generator) -> Tensor:
-    """Draws (K, n) of numbers with density exp(linear v - precision v^2 / 2) v^(-1 - steep) from the least on, on a grid
-    each: of logarithms up to where the exponent begins to matter, and from there even."""
+    """Draws (K, n) of numbers with density exp(linear v - precision v^2 / 2) v^(-1 - steep) from the least on, on a
+    grid each: of logarithms up to where the exponent begins to matter, and from there even."""
     least, steep = end
     at, error = linear / precision, precision.rsqrt()
     # Where the likelihood is largest below `least`, it falls off from there, by as much, within this.
