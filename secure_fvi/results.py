@@ -73,7 +73,9 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
         return found, None
     counted = server.program.noise_aware(state)
     if isinstance(counted, str):
-        return found, {**claim, "sds": {"count_noise": False, "because": counted}}
+        declared = getattr(server.program.config, "least_information", None)
+        unused = "" if declared is None else f"; least_information = {declared:g} was not used"
+        return found, {**claim, "sds": {"count_noise": False, "because": counted + unused}}
     cut = number_or_none(counted.cut)
     said = {
         "count_noise": True,
