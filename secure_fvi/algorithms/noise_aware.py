@@ -122,7 +122,8 @@ _SEED = 20_250_503
 _LEAST, _FAR, _NEAR, _AROUND, _NEARLY, _CENTRAL = 1e-8, 16, 48, 6.0, 0.2, 1.959964
 #: Share of the prior's variance from which an interval is mostly the prior's: a bit less than a duplicate's.
 _MOSTLY = 0.4
-#: The power by which an eigenvalue's prior falls off above what was declared: three in four are within twice that.
+#: The power by which an eigenvalue's prior falls off above what was declared: three in four are within twice that, and
+#: on a grid of few points more.
 _STEEP = 2.0
 #: Rounds a dimension that `widening` asks for, the least eigenvalue of a curvature's correlations, and how many times
 #: its expectation what error adds is taken off.

@@ -805,8 +805,9 @@ def test_eigenvalues_are_drawn_as_finely_as_they_are_known(at: float, least: flo
     error = torch.tensor(1e-3).double()
     start = torch.tensor([at, least]).double()
     drawn = noise_aware._values(
-        error.pow(-2).expand(4000, 1), (start[0] / error**2).expand(4000, 1), least, np.random.default_rng(5)
-    )
+        error.pow(-2).expand(4000, 1), (start[0] / error**2).expand(4000, 1), noise_aware._Least(least, 0.0),
+        np.random.default_rng(5),
+    )  # fmt: skip
     fine = torch.linspace(least, max(at + 8e-3, least + 8e-3), 400_000, dtype=torch.float64)
     fine = fine[fine > at - 8e-3]
     log = -0.5 * ((fine - at) / error).square() - fine.log()
@@ -815,6 +816,17 @@ def test_eigenvalues_are_drawn_as_finely_as_they_are_known(at: float, least: flo
     sd = float(((weights * (fine - mean).square()).sum() / weights.sum()).sqrt())
     assert abs(float(drawn.mean()) - mean) < 5 * sd / 4000**0.5 + 1.25e-4
     assert abs(float(drawn.std()) - sd) < max(0.1 * sd, 1.25e-4)
+
+
+def test_of_an_eigenvalue_that_nothing_tells_most_are_within_twice_what_is_declared() -> None:
+    """Three in four by its density, and more on a grid whose first point is the least: 4,000 draws. Even in the
+    logarithm, the control, one in ten is."""
+    nothing, shares = torch.full((4000, 1), 1e-6).double(), []
+    for steep in (noise_aware._STEEP, 0.0):
+        drawn = noise_aware._values(nothing, 0 * nothing, noise_aware._Least(1.0, steep), np.random.default_rng(6))
+        shares.append(float((drawn < 2.0).double().mean()))
+    assert 0.72 < shares[0] < 0.92
+    assert shares[1] < 0.2
 
 
 def test_declared_information_narrows_intervals_that_cover() -> None:
