@@ -250,12 +250,15 @@ def of_gradients(
     may_walk = line and min(half.rounds, rest.rounds) > n + 1
     moved = (half.z - rest.z).abs() / (rest.zz.diagonal() / rest.weight).sqrt()
     far = not line and float(moved.max()) > MOST_MOVED
-    if far or max(_alike(half, rest, line) for line in (False, may_walk)) < LEAST_ALIKE:
-        return (
-            "the rounds that are averaged began while the run was still on its way (their two halves differ by more "
-            "than noise); more iterations, or a smaller average_last, leave the way out"
-        )
     prior = Natural(*_full(prior))
+    # From far the mode is found by the curvature itself, of which what rounds release is cut: too short.
+    steep = bool(trace.curved.weight) and _ended(trace, prior, excess) < LEAST_ALIKE
+    if far or steep or max(_alike(half, rest, line) for line in (False, may_walk)) < LEAST_ALIKE:
+        return (
+            "the rounds that are averaged began while the run was still on its way ("
+            + ("in their mean the posterior's slope is" if steep else "their two halves differ by")
+            + " more than noise); more iterations, or a smaller average_last, leave the way out"
+        )
     off = 0.0 if sampled else (left - freedom) / math.sqrt(2 * freedom)
     if line and (why := _cut_everywhere(told, trace, prior, norm, freedom, off)):
         return (
@@ -277,6 +280,13 @@ def of_gradients(
         return found
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
     return found._replace(cut=cut)
+
+
+def _ended(trace: Trace, prior: Natural, excess: float) -> float:
+    """The probability that the posterior's mean slope is as long if the noise is all of it, as at the end of a run."""
+    slope = trace.g + prior.shift - prior.precision @ trace.z
+    apart = float(slope.square().sum()) * trace.weight / excess
+    return float(torch.special.gammaincc(torch.tensor(len(slope) / 2).double(), torch.tensor(apart / 2).double()))
 
 
 def _cut_everywhere(told: _Told, trace: Trace, prior: Natural, norm: float, freedom: float, off: float) -> str:

@@ -454,6 +454,20 @@ def test_what_is_declared_truly_of_what_the_noise_hides_is_covered(monkeypatch: 
     assert control <= 34
 
 
+def test_of_a_run_on_its_way_released_curvature_gives_no_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a linear regression whose steps are too short for its rounds, with rows' curvature cut to a fifth. In the
+    control intervals are given, of 80 no more than 60 of which cover: by chance once in 1e8 where 95% do."""
+
+    def row() -> dict[str, Any]:
+        return coverage.sfvi_row("linear", 3000, 3.0, 8, 5, 300, 1e-3, curvature_norm=coverage.CURVATURE["linear"] / 5)
+
+    assert row()["given"] == 0
+    monkeypatch.setattr(noise_aware, "_ended", lambda *_: 1.0)
+    control = row()
+    assert control["given"] == 8
+    assert control["covered"] <= 60 / 80
+
+
 def test_minibatches_leave_more_than_the_noise_in_the_curvature_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of half the records of a linear regression, drawn anew each round, the mean is that of all but for as much as
     rounds differ by: which is counted."""
