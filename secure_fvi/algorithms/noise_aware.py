@@ -100,6 +100,11 @@ NO_PARABOLA = (
     "the likelihood is no parabola, so that the noised sum of the sites of a round, each found around another q than "
     "the last, is not the likelihood's near the end; SFVI counts the noise there"
 )
+#: Why there is none of a program whose curvature nobody can ask for.
+NOT_TWICE = (
+    "PyTorch has no second derivative of the program, so that it is not seen whether the likelihood is a parabola; "
+    "write it with other operations"
+)
 #: Why there is none of totals that no reader could use.
 NOT_FINITE = "a broadcast or total is not finite, or too large to square"
 #: Why a job without privacy declares no `least_information`.
@@ -196,9 +201,9 @@ def variance_of(terms: Terms, survivors: int, clip: float) -> float:
     return placed * (terms.noise_multiplier * clip) ** 2
 
 
-def straight(problem: Problem) -> bool:
+def straight(problem: Problem) -> bool | None:
     """Whether the log-likelihood is a parabola in Z_G: of a model without other latents, on made records, whose numbers
-    are uniform ones, so that the data are not asked."""
+    are uniform ones, so that the data are not asked. None: PyTorch has no second derivative of the program."""
     rng = torch.Generator().manual_seed(_SEED)
     made = problem.schema.dummy_rows(_MADE)
     rows = {
@@ -210,7 +215,10 @@ def straight(problem: Problem) -> bool:
     def log_p(z: Tensor) -> Tensor:
         return problem.density.evaluate(z, z.new_zeros(0), z.new_zeros(_MADE, 0), {}, rows).records.sum()
 
-    return quadratic(log_p, at, True, problem.dtype) is not None
+    try:
+        return quadratic(log_p, at, True, problem.dtype) is not None
+    except RuntimeError:  # NotImplementedError is one
+        return None
 
 
 class _Told(NamedTuple):

@@ -761,8 +761,9 @@ class PVIProgram(Program):
         prior, terms = self.prior.exact({}), self.terms[ROUND_PHASE]
         if prior is None:
             return noise_aware.NOT_NORMAL
-        if not noise_aware.straight(self.problem):
-            return noise_aware.NO_PARABOLA
+        line = noise_aware.straight(self.problem)
+        if not line:
+            return noise_aware.NOT_TWICE if line is None else noise_aware.NO_PARABOLA
         if not state.firsts:
             return "a silo was missing in " + ("every round that counts" if self.averaged else "the first round")
         if terms.adaptive and state.firsts > 1:

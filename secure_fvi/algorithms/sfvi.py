@@ -351,10 +351,9 @@ class SFVIProgram(StructuredProgram):
             return None
         if not isinstance(privacy, RecordDP):
             raise InputError("curvature_norm is for intervals that count the noise of RecordDP; leave it out")
-        if self._uncounted:
-            raise InputError(
-                f"curvature_norm is for intervals that count the noise, and here are none: {self._uncounted}"
-            )
+        why = self._uncounted or (noise_aware.NOT_TWICE if noise_aware.straight(self.problem) is None else "")
+        if why:
+            raise InputError(f"curvature_norm is for intervals that count the noise, and here are none: {why}")
         length = privacy.clipping_norm * math.sqrt(1 - privacy.objective_share)
         return Curved(length * math.sqrt(1 - share), norm, length * math.sqrt(share) / norm)
 
@@ -560,6 +559,8 @@ class SFVIProgram(StructuredProgram):
         if normal is None:
             return noise_aware.NOT_NORMAL
         norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, noise_aware.straight(self.problem)
+        if line is None:
+            return noise_aware.NOT_TWICE
         norm = norm if self.curved is None else self.curved.gradient
         norm = norm if self.by_record or not line else math.nan
         sampled, floor = self.config.sampling_rate < 1, self.config.least_information

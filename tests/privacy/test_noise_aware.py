@@ -992,6 +992,24 @@ def test_the_server_sees_in_the_program_whether_the_likelihood_is_a_parabola(mod
     assert noise_aware.straight(parties.server.program.problem) == straight
 
 
+def apart(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("row", len(x)):
+        off = torch.cdist(x.unsqueeze(1), beta.expand(len(x), 1, 2)).squeeze(-1).squeeze(-1)
+        pyro.sample("y", dist.Normal(off, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("algorithm", [sf.SFVI(iterations=8), sf.PVI(rounds=2)])
+def test_a_program_without_second_derivatives_ends_and_says_why_it_has_no_intervals(algorithm: Any) -> None:
+    """A run that is paid for is not lost at its end. Its curvature is refused before the first round."""
+    rows = {"x": torch.ones(6, 2).double(), "y": torch.ones(6).double()}
+    model = sf.FederatedModel(apart, "row")
+    result = sf.fit(model, [rows], algorithm, sf.Plain(), privacy=ONE, noise_key=b"k", compile=False)
+    assert "PyTorch has no second derivative" in counts_noise(result.privacy)
+    with pytest.raises(InputError, match="here are none: PyTorch has no second derivative"):
+        sf.fit(model, [rows], sf.SFVI(iterations=8, curvature_norm=1.0), sf.Plain(), privacy=ONE)
+
+
 def test_sfvi_is_narrower_than_each_way_to_make_pvi_private(monkeypatch: pytest.MonkeyPatch) -> None:
     """At equal epsilon, by the bench's prototypes; with ten silos all cover but those of single records, of which the
     longest are cut: of 40 intervals of 95% fewer than 33 by chance with probability .001 each."""

@@ -320,7 +320,7 @@ def _answers(
     """Of the rounds from `first` on: without `least_information`, and where it is `floor`."""
     n, answers, narrowed, curved = found.mean.shape[1], [], [], program.curved
     clip = clip if curved is None else curved.gradient
-    line = noise_aware.straight(program.problem)
+    line = bool(noise_aware.straight(program.problem))
     prior = Natural(torch.zeros(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64))
     for z, g, h in zip(found.z[:, first:], found.g[:, first:], found.h, strict=True):
         seen = traced(z, g, variance) if curved is None else traced(z, g, variance, h, curved.unit)
