@@ -293,8 +293,7 @@ def of_gradients(
 def _ended(trace: Trace, prior: Natural, excess: float) -> float:
     """The probability that the posterior's mean slope is as long if the noise is all of it, as at the end of a run."""
     slope = trace.g + prior.shift - prior.precision @ trace.z
-    apart = float(slope.square().sum()) * trace.weight / excess
-    return float(torch.special.gammaincc(torch.tensor(len(slope) / 2).double(), torch.tensor(apart / 2).double()))
+    return _over(float(slope.square().sum()) * trace.weight / excess, len(slope))
 
 
 def _cut_everywhere(told: _Told, trace: Trace, prior: Natural, norm: float, freedom: float, off: float) -> str:
@@ -334,7 +333,12 @@ def _alike(one: Trace, other: Trace, line: bool) -> float:
         found.append((trace.g + slope @ off, 1 / trace.weight + float(off @ inverse @ off), left))
     (here, early, more), (there, late, less) = found
     apart = float((here - there).square().sum()) / ((early + late) * max(1.0, min(more, less)))
-    return float(torch.special.gammaincc(torch.tensor(n / 2).double(), torch.tensor(apart / 2).double()))
+    return _over(apart, n)
+
+
+def _over(square: float, freedom: int) -> float:
+    """The probability that chi-squared of such freedom is over that."""
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(square / 2).double()))
 
 
 def _regressed(trace: Trace) -> tuple[_Told, float]:

@@ -419,6 +419,17 @@ def test_released_curvature_leaves_what_is_not_told_to_the_prior() -> None:
     assert wide >= 36
 
 
+def test_of_a_run_that_has_arrived_a_curvature_that_is_cut_makes_intervals_wider() -> None:
+    """Cut to a half and to a tenth, of ten fits each: both directions, of which data and noise tell much."""
+    rng, curvature = torch.Generator().manual_seed(51), torch.diag(torch.tensor([3000.0, 1000.0]).double())
+    for _ in range(10):
+        trace, at = two_directions(curvature, torch.zeros(2).double(), 27.0, rng, 0.0)
+        cut = [trace.curved._replace(h=share * trace.curved.h) for share in (1.0, 0.5, 0.1)]
+        sds = [counted(trace._replace(curved=of), at, 27.0, 0.0).covariance.diagonal().sqrt() for of in cut]
+        assert (sds[0] < sds[1]).all()
+        assert (sds[1] < sds[2]).all()
+
+
 def test_of_a_truth_far_out_that_hides_its_own_curvature_intervals_are_not_the_priors() -> None:
     """A likelihood that is no parabola has its least curvature where the truth is far out, as a logistic regression's
     along its coefficients: three sds of the prior and more here, and hidden by noise. Of 40 fits fewer than 34 cover
