@@ -63,6 +63,7 @@ _POINT = ("its own copy",)
 #: Words for each block, one of which has to stand in what its phase is declared to be. Names end where a "/" stands.
 WORDS = {
     "direct": ("gradients",), "path": ("gradients",), "curvature": ("curvature",),
+    "lengths": ("how long",),
     "theta": ("parameters", "its site"), "eta": _POINT,
     "objective": ("that part", "part of the bound", "part of the objective"), "records": ("number of records",),
     "silos": ("weight", "number of records"), "value": ("part of the bound", "part of the log-likelihood"),

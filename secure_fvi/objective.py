@@ -136,9 +136,30 @@ def silo_gradient(
 class RecordGradients(NamedTuple):
     """One silo's terms, a record at a time. They never leave the silo as they are."""
 
-    rows: Tensor  # (B, shared + hidden): direct, path, theta and silo-level parameters, each flattened; or `Curved.of`
+    #: (B, shared + hidden): direct, path and theta or `Curved.of`, `Lengths.of`, silo-level parameters, each flattened.
+    rows: Tensor
     values: Tensor  # (B,) each record's part of the bound, nats
     local: Params  # (B, ...) gradient of each record's own variational parameters
+
+
+#: Lengths over the norm to which gradients are cut, between which records are counted.
+EDGES = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+
+
+class Lengths(NamedTuple):
+    """How a record's gradient, cut to a norm, is told with how long it was: a `unit` in one of the places between
+    `EDGES`. What one record moves is the same whatever its length, so that counts by length cost what one count does.
+    """
+
+    gradient: float  # norm to which the gradient is cut
+    unit: float
+
+    def of(self, gradient: Tensor, there: Tensor) -> Tensor:
+        """(len(EDGES) + 1,); zeros where there () is 0, as of what only fills a block up."""
+        edges = gradient.new_tensor(EDGES)
+        below = (gradient @ gradient <= (self.gradient * edges).square()).to(gradient)
+        one = below.new_ones(1)
+        return self.unit * there * (torch.cat([below, one]) - torch.cat([0 * one, below]))
 
 
 class Curved(NamedTuple):
@@ -198,12 +219,13 @@ def record_gradients(
     with_path: bool,
     mapped: bool = True,
     curved: Curved | None = None,
+    lengths: Lengths | None = None,
 ) -> Callable[..., RecordGradients]:
     """`silo_gradient` for each record alone: what it adds to the silo's sum, silo-level terms aside.
 
     mapped: by `vmap`, where a row depends on no other record as far as PyTorch's rule for each operation keeps them
     apart (`exported.untested_operations`). Otherwise in a loop, where it cannot whatever the program does. curved: with
-    the curvature in each row, after the gradient.
+    the curvature in each row, after the gradient. lengths: with how long it was.
     """
 
     gradient = silo_gradient(density, local, silo, samples, of_silo=False)
@@ -213,15 +235,21 @@ def record_gradients(
         weights: Tensor, eps_local: Tensor, eps_silo: Tensor,
     ) -> RecordGradients:  # fmt: skip
         def one(params: Params, row: Params, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor, Params]:
-            def found(z: Tensor) -> tuple[Tensor, tuple[Tensor, Params]]:
+            def found(z: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Params]]:
                 g = gradient(
                     z, shift, theta, _as_batch(params), silo_params, _as_batch(row), weight.unsqueeze(0),
                     eps.unsqueeze(1), eps_silo,
                 )  # fmt: skip
-                return flat_gradient(g, with_path), (g.value, {name: v.squeeze(0) for name, v in g.local.items()})
+                flat = flat_gradient(g, with_path)
+                told = flat[:0] if lengths is None else lengths.of(flat, (weight != 0).to(flat))
+                return flat, (told, g.value, {name: v.squeeze(0) for name, v in g.local.items()})
 
-            flat, rest = found(z_global) if curved is None else curved.of(found, z_global)
-            return flat, *rest
+            flat, (told, *rest) = found(z_global) if curved is None else curved.of(found, z_global)
+            if lengths is None:
+                return flat, *rest
+            flat = shortened(flat, lengths.gradient) if curved is None else flat
+            shared = len(flat) - sum(v.numel() for v in silo_params.values())
+            return torch.cat([flat[:shared], told, flat[shared:]]), *rest
 
         if mapped:
             return RecordGradients(*vmap(one, in_dims=(0, 0, 0, 1))(local_params, rows, weights, eps_local))

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.distributions import transform_to
 
-from secure_fvi.algorithms.base import Posterior, Problem, Verdict
+from secure_fvi.algorithms.base import Clipped, Posterior, Problem, Verdict
 from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Layout, Params, param_constraint, param_start, running
@@ -33,6 +33,7 @@ from secure_fvi.draws import LocalPosterior, SitePosterior, SitePosteriors, draw
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.files import write_atomically
+from secure_fvi.objective import EDGES
 from secure_fvi.program_density import choice, has_no_density, observed_value, record_dim
 from secure_fvi.randomness import seeded
 from secure_fvi.summary import (
@@ -50,6 +51,7 @@ _R = TypeVar("_R")
 #: Share of cut gradients, at most, over which a private result warns
 #: (`test_where_many_gradients_are_cut_the_run_says_so`).
 MANY_CUT = 0.1
+_FEW_CUT = 0.05
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_230_208
 
@@ -71,6 +73,11 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
     claim = server.claim()
     if claim is None:
         return found, None
+    clipped = server.program.clipped(state)
+    if clipped is not None:
+        claim["clipped"] = clipped._asdict()
+        if (many := _many_cut(clipped, claim["clipping_norm"])) is not None:
+            warnings.warn(many, SecureFVIWarning, stacklevel=4)
     counted = server.program.noise_aware(state)
     if isinstance(counted, str):
         declared = getattr(server.program.config, "least_information", None)
@@ -83,7 +90,7 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
         "rounds": counted.rounds,
         "cut_at_most": cut,
     }
-    if cut is not None and cut > MANY_CUT:
+    if clipped is None and cut is not None and cut > MANY_CUT:
         warnings.warn(
             f"gradients of up to {cut:.0%} of records (or silos) are longer than clipping_norm, if the model is right: "
             "where more are cut on one side than on the other, as in a logistic regression, means are off by more than "
@@ -103,6 +110,22 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
             stacklevel=4,
         )
     return found._replace(counted=counted), {**claim, "sds": said}
+
+
+def _many_cut(found: Clipped, norm: float) -> str | None:
+    """What to say where many gradients are known to be cut to `norm`; None: they are not. Rounds around q told it."""
+    if found.share - 2 * found.error <= MANY_CUT:
+        return None
+    one = found.edges[EDGES.index(1)]
+    longer = [(edge, sum(found.shares[at + 1 :])) for at, edge in enumerate(found.edges)]
+    enough = next((norm * edge / one for edge, share in longer if edge > one and share <= _FEW_CUT), None)
+    return (
+        f"{found.share:.0%} (+- {2 * found.error:.0%}) of records' gradients are longer than clipping_norm = {norm:g} "
+        "and were cut: where more are cut on one side than on the other, as in a logistic regression, or residuals "
+        "that tell the sd of errors, means are off by more than sds say; "
+        + (f"{_FEW_CUT:.0%} at most are longer than {enough:.3g}" if enough else f"many are longer than {8 * norm:g}")
+        + ", near where this run ended: take a longer norm, or bring the response and columns to a scale near 1"
+    )
 
 
 def _named(layout: Layout, chosen: Tensor | None) -> list[str]:

@@ -195,12 +195,16 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
     if not privacy:
         return ""
     said = privacy.get("sds", {"count_noise": False, "because": "the run is of a version that could not"})
+    cut, clipped, share = said.get("cut_at_most"), privacy.get("clipped"), ""
+    if clipped is not None:
+        share = f", which is {clipped['share']:.1%} (+- {2 * clipped['error']:.1%}) of records' gradients"
+    elif cut is not None:
+        share = f", which is up to {cut:.1%} of gradients"
     if not said["count_noise"]:
         return (
             f"sds and quantiles do not count the noise of privacy, so that intervals are too short: {said['because']}"
+            + (f"; nor what is clipped{share}" if clipped is not None else "")
         )
-    cut = said.get("cut_at_most")
-    share = "" if cut is None else f", which is up to {cut:.1%} of gradients"
     if said.get("hidden"):
         share += f"; intervals of {named_few(said['hidden'])} are mostly the prior's, for the noise or for want of data"
     if said.get("least_information") is not None:

@@ -14,7 +14,7 @@ from secure_fvi.discovery import read_layout
 from secure_fvi.families import Conditional, global_family
 from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.federated_model import read_data
-from secure_fvi.objective import server_gradient, silo_gradient
+from secure_fvi.objective import Lengths, server_gradient, shortened, silo_gradient
 from secure_fvi.program_density import ProgramDensity
 
 
@@ -141,3 +141,18 @@ def test_gradient_vanishes_at_the_exact_posterior() -> None:
         server = server_gradient(density, family)(eta, {}, eps, silo.direct, silo.path, {})
         for gradient in (*server.eta.values(), *silo.local.values()):
             assert gradient.abs().max() < 1e-10 if gradient.numel() else True
+
+
+def test_what_a_record_tells_of_its_length_moves_no_more_than_the_norm() -> None:
+    """One unit in one place, whatever the gradient; with the cut gradient no longer than the norm of both, where the
+    gradient as it is would be. What only fills a block up tells nothing."""
+    norm, share = 3.0, 0.01
+    lengths = Lengths(norm * math.sqrt(1 - share), norm * math.sqrt(share))
+    for size, place in ((0.0, 0), (0.3, 0), (1.0, 2), (2.9, 3), (3.1, 4), (20.0, 6), (1e9, 7)):
+        gradient = torch.tensor([0.6, 0.8], dtype=torch.float64) * size
+        told = lengths.of(gradient, torch.ones(()))
+        assert told.nonzero().tolist() == [[place]]
+        whole = torch.cat([shortened(gradient, lengths.gradient), told])
+        assert whole.norm() <= norm * (1 + 1e-12)
+        assert (torch.cat([gradient, told]).norm() > norm) == (place >= 4)
+        assert not lengths.of(gradient, torch.zeros(())).any()

@@ -289,6 +289,16 @@ class Refined(NamedTuple):
     integration_error: float  # of the total log-likelihood over draws, from latents that were integrated out, nats
 
 
+class Clipped(NamedTuple):
+    """Lengths of records' gradients, from noised counts, in the mean over rounds. Everyone may see it."""
+
+    edges: tuple[float, ...]  # lengths between which records are counted; in the gradients' units
+    shares: tuple[float, ...]  # of records in each place, one more than edges
+    share: float  # of records whose gradient was cut
+    error: float  # its standard error, of the noise
+    records: float  # in all, with noise
+
+
 class NoiseAware(NamedTuple):
     """The posterior of Z_G that counts the noise of privacy (`noise_aware`), a normal. Everyone may see it."""
 
@@ -418,6 +428,10 @@ class ServerProgram(Protocol):
 
     def noise_aware(self, state: Any) -> NoiseAware | str:
         """Under differential privacy, the posterior that counts its noise; or in words why there is none."""
+        ...
+
+    def clipped(self, state: Any) -> Clipped | None:
+        """Under record privacy, how long gradients were, as records released it; None: they do not, or it is hidden."""
         ...
 
     def verdict(self, state: Any) -> Verdict:

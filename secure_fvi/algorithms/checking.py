@@ -29,6 +29,7 @@ from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import (
     FINISH,
     Broadcast,
+    Clipped,
     LocalFit,
     NoiseAware,
     Pending,
@@ -173,6 +174,9 @@ class CheckedProgram(Program):
 
     def metrics(self, state: CheckedState) -> dict[str, float | None]:
         return self._own.metrics(state.own)
+
+    def clipped(self, state: CheckedState) -> Clipped | None:
+        return self._own.clipped(state.own)
 
     def noise_aware(self, state: CheckedState) -> NoiseAware | str:
         return self._own.noise_aware(state.own)

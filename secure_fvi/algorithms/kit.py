@@ -38,6 +38,7 @@ from secure_fvi.aggregation.base import UNABLE, Block, BlockTable, FloatArray
 from secure_fvi.algorithms.base import (
     CLIP,
     Broadcast,
+    Clipped,
     Form,
     LocalFit,
     NoiseAware,
@@ -244,6 +245,9 @@ class Program(ABC):
     def where(self, message: Broadcast) -> Tensor | None:
         """Z_G (n_global,) of which a round asks, or near it, if it does."""
         return message.tensors.get("z_global")
+
+    def clipped(self, state: Any) -> Clipped | None:
+        return None
 
     def noise_aware(self, state: Any) -> NoiseAware | str:
         return f"it is not worked out how far noise moves {self.config.name}"

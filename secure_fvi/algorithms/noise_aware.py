@@ -53,10 +53,13 @@ On a likelihood that is a parabola a run may walk about, and lines that are fitt
 Clipping. Let a record's gradient be cut by a factor c <= 1. If the cut scores are still zero in the mean at the truth
 (residuals that are symmetric), their curvature H is E[c g g'] and their variance E[c^2 g g'] is no larger: intervals
 are no narrower than they should be. Scores that are cut on one side more than on the other have another zero, which no
-public number tells: under a clipping norm that cuts many records of a logistic regression, say, the noise is counted
-and that bias is not. How many at most are cut is told where their number N is public: by the same identity the trace
-of H is N E[c g'g] = N E[min(g'g, C |g|)], which is at least N C^2 times the share of gradients longer than C, if the
-model is right. Sites of PVI are cut as a whole, precision and shift alike: a likelihood to a power below 1, which
+public number tells: under a clipping norm that cuts many records of a logistic regression, say. Its size is known from
+measurements: in sds of the data about `_PULLED` times the share of records that is cut times the square root of their
+number. Where records release how many are cut (`Clipped`) a normal of that size is counted as one more noise of the
+slope, as what is no line is, and where it would be most of all there is no interval. Elsewhere that bias is not
+counted. How many at most are cut is told where their number N is public: by the same identity the trace of H is
+N E[c g'g] = N E[min(g'g, C |g|)], which is at least N C^2 times the share of gradients longer than C, if the model is
+right. Sites of PVI are cut as a whole, precision and shift alike: a likelihood to a power below 1, which
 is wider.
 
 Without privacy the same regression, of the same totals, tells by how much a diagonal q is too narrow (`widening`).
@@ -71,7 +74,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.base import NoiseAware, Problem
+from secure_fvi.algorithms.base import Clipped, NoiseAware, Problem
 from secure_fvi.algorithms.natural import Natural, quadratic
 from secure_fvi.privacy.terms import Terms
 
@@ -93,6 +96,11 @@ MOST_BENT = 1.0
 #: their priors', in the median; and, where totals vary by more than so many times their noise, half of that, and the
 #: variance of a record's linear predictor over broadcasts, over that of its own noise.
 _NO_LINE, MOST_WANDER, MOST_VARIED, MOST_SWAY = 4.0, 1.0, 2.0, 1.0
+#: Share of records whose gradients of a parabola are cut, up to which they count as a line.
+MOST_CUT = 0.5
+#: Sds of the data by which cuts move the slope, over the share of records that is cut times the square root of their
+#: number: of logistic regressions and of an sd of errors .4 to .85, where 2 to 20% are cut.
+_PULLED = 0.75
 #: How many times priors' sds may differ where, in more than that share of draws, some direction is untold.
 MOST_UNLIKE, _UNTOLD = 4.0, 0.05
 #: Why there is none of PVI where the likelihood is no parabola.
@@ -238,6 +246,7 @@ def of_gradients(
     line: bool = False,
     sampled: bool = False,
     floor: float | None = None,
+    clipped: Clipped | None = None,
 ) -> NoiseAware | str:
     """The posterior from the trace of noised gradients, `half` that of its first rounds; or why there is none.
 
@@ -283,7 +292,15 @@ def of_gradients(
             f"{apart:.2g} in the mean, {least:g} at least); more records, a larger epsilon or more rounds, all near "
             "the end, would tell it"
         )
-    found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, prior, trace.rounds, floor)
+    pull = 0.0
+    if clipped is not None:
+        if line and clipped.share - 2 * clipped.error > MOST_CUT:
+            return (
+                f"gradients of {clipped.share:.0%} of records are cut, so that they may be no line over broadcasts; a "
+                "longer clipping_norm or a smaller learning_rate would do"
+            )
+        pull = 0.0 if line else _PULLED * math.sqrt(max(0.0, clipped.share**2 - clipped.error**2) * clipped.records)
+    found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, prior, trace.rounds, floor, pull)
     if isinstance(found, str):
         return found
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
@@ -429,9 +446,18 @@ def _ruled_out(told: _Told, floor: float) -> bool:
 
 
 def _integrated(
-    told: _Told, g: Tensor, at: Tensor, variance: float, excess: float, prior: Natural, rounds: int, floor: float | None
+    told: _Told,
+    g: Tensor,
+    at: Tensor,
+    variance: float,
+    excess: float,
+    prior: Natural,
+    rounds: int,
+    floor: float | None,
+    moved: float = 0.0,
 ) -> NoiseAware | str:
-    """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues)."""
+    """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues). moved: sds of
+    the data by which cut gradients may move s."""
     dropped = floor if floor is not None and _ruled_out(told, floor) else None
     floor = floor if dropped is None else None
     values, vectors = _curvatures(told, float(prior.precision.diagonal().mean()), floor or 0.0)
@@ -444,8 +470,13 @@ def _integrated(
         )
     drawn, vectors = _made(vectors, values), told.basis @ vectors
     spread = variance * (1 + (excess - 1) * values / values.mean(1, keepdim=True).clamp(min=1e-300))
-    bent = _bent(drawn, told.strayed).unsqueeze(1) * values
+    bent = (_bent(drawn, told.strayed) + moved**2).unsqueeze(1) * values
     share = float(bent.mean() / (values + spread).mean())
+    if not share <= MOST_BENT and moved**2 * float(values.mean()) > MOST_BENT / 2 * float((values + spread).mean()):
+        return (
+            "so many records' gradients are cut that means may be off by more than data and noise leave open; a longer "
+            "clipping_norm, which cuts few, would do"
+        )
     if not share <= MOST_BENT:
         return (
             "broadcasts stray so far that totals may be no line over them "

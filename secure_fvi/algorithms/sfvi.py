@@ -34,6 +34,7 @@ from secure_fvi.algorithms.base import (
     PRIVATE,
     ROUND_PHASE,
     Broadcast,
+    Clipped,
     LocalFit,
     NoiseAware,
     Phase,
@@ -78,9 +79,30 @@ from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
 from secure_fvi.later import Later
-from secure_fvi.objective import Curved, RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
+from secure_fvi.objective import (
+    EDGES,
+    Curved,
+    Lengths,
+    RecordGradients,
+    SiloGradient,
+    record_gradients,
+    server_gradient,
+    silo_gradient,
+)
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.options import SCHEDULES, Count, Inside, Part, Positive, Share, Spread, Whole, check, check_schedule
+from secure_fvi.options import (
+    SCHEDULES,
+    Count,
+    Fraction,
+    Inside,
+    Part,
+    Positive,
+    Share,
+    Spread,
+    Whole,
+    check,
+    check_schedule,
+)
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.states import Moved
 from secure_fvi.trees import averages, merge, part, running_average, stacked, take, to_numpy, unflatten
@@ -96,13 +118,17 @@ else:
     sfvi_warm = Later("secure_fvi.algorithms.sfvi_warm")
     stopping = Later("secure_fvi.algorithms.stopping")
 
-DIRECT, PATH, CURVATURE = "direct", "path", "curvature"
+DIRECT, PATH, CURVATURE, LENGTHS = "direct", "path", "curvature", "lengths"
+#: What the step on q does without.
+_BESIDES = (RECORDS, CURVATURE, LENGTHS)
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
 #: Dimensions up to which a diagonal q is held against the curvature, which has as many squared; how many times as wide
 #: a posterior is worth a warning, as far as sds of a converged run may be off (`final_server.SD_WITHIN`); sites named.
 _LOOKED_AT, _MUCH_WIDER, _NAMED = 1000, 1.15, 4
 #: The first key of the draws at the final q; those of rounds are smaller.
 _FINAL = 2**30
+#: Standard errors that the number of records has to be over, for shares of it to be told.
+_TOLD = 3.0
 #: Numbers of SFVI's draws at a silo, after a warm start, begin here.
 OWN_DRAWS = 2**31
 
@@ -182,6 +208,9 @@ class SFVI:
     curvature_share: Inside = 0.3
     """Of the square of `clipping_norm`, what the curvature has; gradients have the rest: to cut them no more than
     without, let that norm be 1.2 times as long."""
+    lengths_share: Fraction = 0.01
+    """Under `RecordDP`, of the square of `clipping_norm`, what it costs to release how many records' gradients are how
+    long, by which a run says how many it cut; 0: it does not."""
 
     name = "sfvi"
 
@@ -214,6 +243,8 @@ class SFVI:
         what = "gradients of its part of the bound, in the global latents and the model's parameters, and that part"
         if self.curvature_norm is not None:
             what += "; the curvature of these gradients"
+        if private and self.lengths_share:
+            what += "; under record privacy, how many records' gradients are how long"
         what += "; its number of records"
         own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
         before = sfvi_warm.averaging(self).declare(silos, private).sums if self.warm_start.rounds else ()
@@ -258,6 +289,7 @@ class SFVIState(NamedTuple):
     refining: refining_server.Refining  # and what those after it did
     trace: noise_aware.Trace  # under privacy, or of a diagonal family, of the rounds that are averaged
     half: noise_aware.Trace  # under privacy, of the first half of these
+    counted: Tensor  # (9,) of these rounds, or of all: noised counts of gradients by length, and rounds; or (0,)
 
 
 class SFVILocal(NamedTuple):
@@ -334,15 +366,31 @@ class SFVIProgram(StructuredProgram):
         n = (self.family.n,)
         shapes: dict[str, tuple[int, ...]] = {DIRECT: n, **({PATH: n} if self.couples else {})}
         shapes |= {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
-        self.curved = self._curved()
+        self.lengths, self.curved = self._lengths(), self._curved()
         if self.curved is not None:
             shapes[CURVATURE] = (self.family.n * (self.family.n + 1) // 2,)
+        if self.lengths is not None:
+            shapes[LENGTHS] = (len(EDGES) + 1,)
         self.gradient_blocks = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
         self.hidden = sum(v.numel() for v in self.silo_family.init(torch.zeros(1, self.n_silo)).values())
         self.sampled = config.sampling_rate
         numbers = sum(block.size for block in self.gradient_blocks)  # held at once of each row
         self._block = rows_at_once(numbers)
         self._trace()
+
+    def _lengths(self) -> Lengths | None:
+        """How records say how long their gradients are, where they do."""
+        share, privacy = self.config.lengths_share, self.problem.privacy
+        if not share or not isinstance(privacy, RecordDP):
+            return None
+        length = privacy.clipping_norm * math.sqrt(1 - privacy.objective_share)
+        kept = 1 - share if self.config.curvature_norm is None else self._of_gradients
+        return Lengths(length * math.sqrt(kept), length * math.sqrt(share))
+
+    @property
+    def _of_gradients(self) -> float:
+        """Share of the square of the norm that gradients have which release their curvature."""
+        return (1 - self.config.lengths_share) * (1 - self.config.curvature_share)
 
     def _curved(self) -> Curved | None:
         """How records say their curvature, where they do."""
@@ -355,15 +403,17 @@ class SFVIProgram(StructuredProgram):
         if why:
             raise InputError(f"curvature_norm is for intervals that count the noise, and here are none: {why}")
         length = privacy.clipping_norm * math.sqrt(1 - privacy.objective_share)
-        return Curved(length * math.sqrt(1 - share), norm, length * math.sqrt(share) / norm)
+        rest = share * (1 - self.config.lengths_share)
+        return Curved(length * math.sqrt(self._of_gradients), norm, length * math.sqrt(rest) / norm)
 
     def _trace(self) -> None:
         """What is traced of both halves: whole steps."""
         mode, by_shape = self.problem.mode, self.local_family.couples_records
         of = self.problem.density, self.local_family, self.silo_family, self.samples
+        said = self.curved, self.lengths
         self._gradient: Callable[..., SiloGradient] = silo_gradient(*of)
-        self._record_gradients: Callable[..., RecordGradients] = record_gradients(*of, self.couples, curved=self.curved)
-        self._alone = record_gradients(*of, self.couples, False, self.curved)
+        self._record_gradients: Callable[..., RecordGradients] = record_gradients(*of, self.couples, True, *said)
+        self._alone = record_gradients(*of, self.couples, False, *said)
         self._looked_at: int | None = None  # the turn in which `_look` looked last
         self._own_terms = Traced(self._gradient, (None,) * 9, mode)
         self._pull_back: Callable[..., Any] = server_gradient(self.problem.density, self.family)
@@ -405,13 +455,13 @@ class SFVIProgram(StructuredProgram):
         eps = self._noise(0)
         z_global, shift = self._draw(eta, eps)
         moments, monitor = self.optimizer.init(merged), stopping.start()
+        curved = self.curved is not None
+        sizes = (self.family.n * looks for looks in (self._looks_on, self._counts))
+        trace, half = (noise_aware.nothing_seen(n, curved) for n in sizes)
+        counted = torch.zeros(0 if self.lengths is None else len(EDGES) + 2, dtype=torch.float64)
         return SFVIState(
             0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE,
-            final_server.Rest(), refining_server.start(),
-            *[
-                noise_aware.nothing_seen(self.family.n if looks else 0, self.curved is not None)
-                for looks in (self._looks_on, self._counts)
-            ],
+            final_server.Rest(), refining_server.start(), trace, half, counted,
         )  # fmt: skip
 
     def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
@@ -443,9 +493,7 @@ class SFVIProgram(StructuredProgram):
         weights = [scale / each, message.scalars["scale"], 1.0 / max(averaged, 1)]
         factors = torch.tensor(weights, dtype=self.problem.dtype)
         eps = self._noise(state.round + 1)
-        totals = {
-            name: self.move(torch.as_tensor(value)) for name, value in sums.items() if name not in (RECORDS, CURVATURE)
-        }
+        totals = {name: self.move(torch.as_tensor(value)) for name, value in sums.items() if name not in _BESIDES}
         eta, theta, moments, average, z_global, shift, watched = self._move(
             state.eta, state.theta, state.moments, state.average, state.eps, eps, totals, self.move(factors)
         )
@@ -476,6 +524,7 @@ class SFVIProgram(StructuredProgram):
         after = SFVIState(
             state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase,
             final_server.Rest(), state.refining, trace, trace if self._counts and self._early(state) else state.half,
+            self._counted(state, sums, scale / each) if averages or not self.config.average_last else state.counted,
         )  # fmt: skip
         return after, step
 
@@ -552,6 +601,29 @@ class SFVIProgram(StructuredProgram):
         norms, each = units * self.curved.gradient**2, variance / self.curved.unit**2
         return noise_aware.seen(state.trace, at, gradient, variance, norms, h, each)
 
+    def _counted(self, state: SFVIState, sums: Totals, factor: float) -> Tensor:
+        if self.lengths is None:
+            return state.counted
+        found = torch.as_tensor(sums[LENGTHS]).to(state.counted) * factor / self.lengths.unit
+        return state.counted + torch.cat([found, found.new_ones(1)])
+
+    def clipped(self, state: SFVIState) -> Clipped | None:
+        if self.lengths is None or not state.counted[-1]:
+            return None
+        terms, rounds = self.terms[ROUND_PHASE], float(state.counted[-1])
+        counts, places = state.counted[:-1] / rounds, len(state.counted) - 1
+        factor = len(self.problem.silos) / terms.cohort / terms.sampling_rate / self.lengths.unit
+        variance = noise_aware.variance_of(terms, terms.cohort, terms.settings.clipping_norm) * factor**2 / rounds
+        records = float(counts.sum())
+        if records < _TOLD * math.sqrt(places * variance):
+            return None
+        cut = sum(at >= 1 for at in EDGES)
+        edges, shares = tuple(self.lengths.gradient * at for at in EDGES), (counts / records).clamp(0, 1)
+        share = float((counts[-cut:].sum() / records).clamp(0, 1))
+        # Of cut over all, both with the noise of their places.
+        noise = cut * (1 - share) ** 2 + (places - cut) * share**2
+        return Clipped(edges, tuple(shares.tolist()), share, math.sqrt(noise * variance) / records, records)
+
     def noise_aware(self, state: SFVIState) -> NoiseAware | str:
         if self._uncounted is not None:
             return self._uncounted
@@ -564,7 +636,8 @@ class SFVIProgram(StructuredProgram):
         norm = norm if self.curved is None else self.curved.gradient
         norm = norm if self.by_record or not line else math.nan
         sampled, floor = self.config.sampling_rate < 1, self.config.least_information
-        return noise_aware.of_gradients(state.trace, state.half, normal, norm, line, sampled, floor)
+        cut = self.clipped(state)
+        return noise_aware.of_gradients(state.trace, state.half, normal, norm, line, sampled, floor, cut)
 
     def posterior(self, state: SFVIState) -> Posterior:
         refined = state.refining.answer
@@ -785,7 +858,11 @@ class SFVIProgram(StructuredProgram):
                 moments = take(stacked([new for _, _, new in moved]), chosen)
             return self._after(message, local, Latents(record, moments, silo, silo_moments), at)
 
-        free = None if own is None else {name: rate * value for name, value in self._named(own).items()}
+        free: dict[str, Any] | None = None
+        if own is not None:
+            free = {name: rate * value for name, value in self._named(own).items()}
+            if self.lengths is not None:
+                free[LENGTHS] = np.zeros(len(EDGES) + 1)  # of records alone
         return RecordAnswer(chunks(), free, {RECORDS: view.size}, after, lambda: dropped)
 
     def _record_step_function(

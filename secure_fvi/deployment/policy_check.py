@@ -48,7 +48,7 @@ _JUDGED = {
     "participation tau gamma theta start_scale weights total_records tolerance bound",
     "SFVI": "family rank importance_samples iterations max_iterations optimizer optimizer_options learning_rate "
     "local_learning_rate start_spread schedule average_last sampling_rate participation bound local_family "
-    "silo_family warm_start replicates least_information curvature_norm curvature_share",
+    "silo_family warm_start replicates least_information curvature_norm curvature_share lengths_share",
     "WarmStart": "rounds local_steps weights total_records",
     "SFVIAvg": "rounds local_steps importance_samples family weights scale_entropy tolerance bures_iterations "
     "barycenter optimizer optimizer_options learning_rate local_learning_rate start_spread decay average_last "

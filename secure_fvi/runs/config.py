@@ -8,7 +8,7 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_type_hints
 
@@ -509,6 +509,13 @@ def build(cls: type[Any], table: Mapping[str, Any], where: str) -> Any:
         raise InputError(f"{where}: {str(error).replace(f'{cls.__name__}.__init__() ', '')}") from error
 
 
+def _of_others(keys: Iterable[str]) -> str:
+    """Which algorithms have the first of these keys, which the one that is asked has not; "" if none has."""
+    key = next(iter(keys), "")
+    has = [name for name in ALGORITHMS if key in {f.name for f in dataclasses.fields(named(ALGORITHMS, "", name))}]
+    return f"; '{key}' is of algorithm.name = {', '.join(repr(name) for name in has)}" if has else ""
+
+
 _hints: Any = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
@@ -517,7 +524,12 @@ def chosen(config: Config) -> tuple[Any, Any, DP | None]:
     not claimed on the device that it names."""
     from secure_fvi.privacy.settings import check_device
 
-    algorithm = build(named(ALGORITHMS, "algorithm.name", config.algorithm.name), config.algorithm.options, "algorithm")
+    cls = named(ALGORITHMS, "algorithm.name", config.algorithm.name)
+    try:
+        algorithm = build(cls, config.algorithm.options, "algorithm")
+    except InputError as error:
+        own = {f.name for f in dataclasses.fields(cls)}
+        raise InputError(f"{error}{_of_others(key for key in config.algorithm.options if key not in own)}") from error
     kind = named(AGGREGATIONS, "aggregation.kind", config.aggregation.kind)
     aggregation = build(kind, config.aggregation.options, "aggregation")
     privacy = None

@@ -26,6 +26,7 @@ def test_malformed_configuration(cli: CommandLine) -> None:
         ("seed = 3", "sede = 3", ("'sede'", "did you mean 'seed'")),
         ("[run]", "[run]\ndevise = 'cpu'", ("'run.devise'", "did you mean 'device'", "checkpoint_seconds")),
         ("iterations = 120", "iteration = 120", ("'algorithm.iteration'", "did you mean 'iterations'")),
+        ("iterations = 120", "virtual_clients = 2", ("'virtual_clients' is of algorithm.name = 'pvi'",)),
         ('kind = "plain"', 'kind = "masked"\nmin_cohorts = 3', ("'aggregation.min_cohorts'", "'min_cohort'")),
         ("[algorithm]", "[algorithm.local_family]\nscales = 'dense'\n[algorithm]", ("local_family.scales", "'scale'")),
         ('data = "b.csv"', 'date = "b.csv"', ("'silo[1].date'", "did you mean 'data'")),

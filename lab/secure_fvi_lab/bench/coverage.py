@@ -176,8 +176,9 @@ def _program(
     """That all silos are here changes no number."""
     rows = {"x": torch.zeros(2, columns, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
     algorithm = SFVI(
-        family="full", iterations=rounds, average_last=0.8, learning_rate=rate, curvature_norm=curvature_norm
-    )
+        family="full", iterations=rounds, average_last=0.8, learning_rate=rate, curvature_norm=curvature_norm,
+        lengths_share=0,
+    )  # fmt: skip
     parties = build_parties(model, [rows], algorithm, Plain(), privacy=privacy, noise_key=b"bench", compile=False)
     program = parties.server.program
     assert isinstance(program, SFVIProgram)
