@@ -242,7 +242,9 @@ class Silo:
         self._check_told(past, broadcast)
         past = self._in_order(past, broadcast, question)
         before, paid, index = self.past, self.gate.paid, broadcast.sum_index
-        turn = before.turn if before.claimed == digest else max(before.turn + 1, self._released)
+        # A claim is drawn for again, unless it was released since: its store is then from before that answer.
+        again = before.claimed == digest and before.turn >= self._released
+        turn = before.turn if again else max(before.turn + 1, self._released)
         claimed = before._replace(turn=turn, claimed=digest)
         self.on_claim(claimed)
         try:

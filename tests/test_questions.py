@@ -316,9 +316,9 @@ def test_a_silo_that_is_left_out_again_and_again_stops() -> None:
     assert [kind for kind, _ in told] == ["left out"] * 3
 
 
-def batches(silo: Silo, messages: list[Broadcast]) -> list[list[int]]:
+def batches(silo: Any, messages: list[Broadcast]) -> list[list[int]]:
     """Which records each of these questions drew."""
-    program: Any = silo.program
+    program: Any = getattr(silo, "silo", silo).program
     drawn, batch = [], program.drawn
 
     def noted(key: int, view: Any) -> Any:
@@ -404,6 +404,33 @@ def test_a_question_is_claimed_before_anything_is_drawn() -> None:
     other = started()
     tell(other, moved(message))
     assert other.silo.past.turn == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_claim_that_was_put_back_is_not_drawn_for_again_once_it_was_released(known: bool) -> None:
+    """A copy of the silo's file from between its claim and its answer is put back: the ledger has that release, so that
+    the question, under another index, gets another sample. Of two releases that each count on a coin of its own, both
+    would else have the same one. The control is a silo that is not told of its ledger."""
+    server, store = parties(privacy=DP, noise_key=b"k" * 32)[0], MemoryStore()
+    message = asked(server)
+
+    def started(released: int) -> DurableSilo:
+        silo = parties(privacy=DP, noise_key=b"k" * 32)[2]
+        silo._released = released
+        return DurableSilo(silo, HeldStore(store, lambda: None))
+
+    first, copies = started(0), []
+    own = first.silo._contribution
+    first.silo._contribution = lambda *args: (copies.append(dict(store._slots)), own(*args))[1]  # type: ignore
+    (drawn,) = batches(first, [message])
+    assert first.silo.gate.paid == 1
+    store = MemoryStore()
+    store.put(copies[0])
+    again = started(int(known))
+    assert again.silo.past.claimed == first.silo.past.claimed
+    (other,) = batches(again, [message._replace(sum_index=9)])
+    assert again.silo.gate.paid == 1
+    assert (other == drawn) is not known
 
 
 def test_a_refused_question_leaves_a_silo_as_it_was() -> None:
