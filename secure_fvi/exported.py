@@ -203,6 +203,24 @@ def _cholesky(run: Callable[..., Any], x: Tensor, upper: bool = False) -> Any:
     return found
 
 
+def _regular(run: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Of a matrix x by which, and by whose transpose, the gradient solves: where that fails it raises, whatever the
+    operation itself was told."""
+    known = x.detach()
+    infos = [torch.ops.aten.linalg_lu_factor_ex(a)[2] != 0 for a in (known, known.mT)]
+    return run(_or_identity(x, infos[0] | infos[1]), *args, **kwargs)
+
+
+def _cholesky_inverse(run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+    return run(_or_identity(x, (x.detach().diagonal(0, -2, -1) == 0).any(-1)), *args)
+
+
+def _or_identity(x: Tensor, fails: Tensor) -> Tensor:
+    """Matrices x, the identity in place of those of which an operation `fails`."""
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    return torch.where(_fails(fails)[..., None, None], eye, x)
+
+
 def _check_errors(run: Callable[..., Any], info: Tensor, *args: Any, **kwargs: Any) -> None:
     _fails(info != 0)
 
@@ -225,10 +243,12 @@ _TOTAL: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(_words("gather index_add index_copy index_select scatter scatter_add scatter_reduce"), _at),
     **dict.fromkeys(_words("index index_put"), _at_several),
     **dict.fromkeys(_words("div.Tensor_mode div.Scalar_mode floor_divide fmod remainder"), _whole_division),
-    **dict.fromkeys(_words("linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex _linalg_solve_ex"), _unchecked),
+    **dict.fromkeys(_words("linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex"), _unchecked),
+    **dict.fromkeys(_words("_linalg_slogdet _linalg_solve_ex"), _regular),
     "_linalg_check_errors": _check_errors,
     "binary_cross_entropy": _bce,
     "cholesky": _cholesky,
+    "cholesky_inverse": _cholesky_inverse,
     "embedding": _embedding,
     "masked_scatter": _masked_scatter,
     "mvlgamma": _mvlgamma,

@@ -30,6 +30,8 @@ from secure_fvi.exported import _ALSO_APART, _INSTEAD, _PURE, TensorGraph, _Node
 ROWS = 64
 #: Calls of one overload, tensors that have a row a record at once, and samples of one operation.
 CALLS, AT_ONCE, SAMPLES = 12, 3, 6
+#: Calls of one overload that are looked at, of which gradients are taken so often.
+MOST = (CALLS, 3, 1)
 #: Samples that call no operation of the lists that others do not.
 ELSEWHERE = ("fft.", "sparse.", "masked.", "signal.", "stft", "istft", "_refs")
 #: Of these no call is mapped: they give memory as it was found, or take no tensor.
@@ -64,7 +66,8 @@ class _Calls(TorchDispatchMode):
             return func(*args, **kwargs)
         known = self.found[name]
         kind = (_kind(args), tuple((k, _kind(v)) for k, v in sorted(kwargs.items())))
-        plain = all(t.layout == torch.strided for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor))
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        plain = all(t.layout == torch.strided and t.numel() for t in tensors)  # of nothing nothing is told
         if plain and kind not in known:
             known[kind] = _copied(args), {k: _copied(v) for k, v in kwargs.items()}
         return func(*args, **kwargs)
@@ -123,7 +126,8 @@ def calls() -> dict[str, list[Call]]:
                 # `op.sample_inputs` would look through the whole stack, below pytest, for a test of PyTorch's own.
                 set_rng_seed(0)
                 samples = op.sample_inputs_func(op, "cpu", torch.float64, op.supports_autograd)
-                for sample in itertools.islice(samples, SAMPLES):
+                some = (s for s in samples if not isinstance(s.input, Tensor) or s.input.numel())
+                for sample in itertools.islice(some, SAMPLES):
                     with seen:
                         _forth_and_back(op(sample.input, *sample.args, **sample.kwargs))
             except Exception:
@@ -274,30 +278,70 @@ SPOILT = {
 }
 
 
-def test_no_value_makes_an_operation_of_a_graph_raise() -> None:
-    """Each tensor, or its first element, is set to numbers of all kinds: the graph gives NaN, and never raises."""
+def _spoilt(call: Call) -> Iterator[Call]:
+    """The call, each of its tensors, or its first element, set to numbers of all kinds."""
+    flat, spec = tree_flatten(call)
+    for i, whole in itertools.product(range(len(flat)), (True, False)):
+        for bad in SPOILT.get(flat[i].dtype, ()) if isinstance(flat[i], Tensor) else ():
+            spoilt = flat[i].clone().contiguous()
+            spoilt.view(-1)[: None if whole else 1] = bad
+            yield tree_unflatten([*flat[:i], spoilt, *flat[i + 1 :]], spec)
+
+
+def _slopes(run: Callable[..., Any], call: Call, times: int) -> None:
+    """The gradient of what the call gives in the numbers that it is given, and the gradient's own."""
+    flat, spec = tree_flatten(call)
+    at = [i for i, v in enumerate(flat) if isinstance(v, Tensor) and v.dtype == torch.float64]
+
+    def total(*numbers: Tensor) -> Tensor:
+        filled = dict(zip(at, numbers, strict=True))
+        args, kwargs = tree_unflatten([filled.get(i, v) for i, v in enumerate(flat)], spec)
+        return sum((t.cos().sum() for t in _tensors(run(*args, **kwargs)) if t.is_floating_point()), torch.zeros(()))
+
+    def slope(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        some = tuple(range(len(at)))
+        return lambda *numbers: sum((g.cos().sum() for g in torch.func.grad(of, some)(*numbers)), torch.zeros(()))
+
+    for _ in range(times):
+        total = slope(total)  # type: ignore[assignment]
+    total(*(flat[i] for i in at))
+
+
+def _raises(times: int) -> set[str]:
+    """What raises at some values and at others does not, of operations, or of their gradients taken so often."""
     found = set[str]()
     with threads(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, known in calls().items():
             if name.split(".")[1] not in _PURE:
                 continue
-            for call, whole in itertools.product(known, (True, False)):
-                flat, spec = tree_flatten(call)
-                for i, value in enumerate(flat):
-                    for bad in SPOILT.get(value.dtype, ()) if isinstance(value, Tensor) else ():
-                        spoilt = value.clone().contiguous()
-                        spoilt.view(-1)[: None if whole else 1] = bad
-                        args, kwargs = tree_unflatten([*flat[:i], spoilt, *flat[i + 1 :]], spec)
-                        try:
-                            runs(name)(*call[0], **call[1])
-                        except Exception:
-                            continue  # refused whatever the values
-                        try:
-                            runs(name)(*args, **kwargs)
-                        except Exception as error:
-                            found.add(f"{name}: {error}")
-    assert not found
+            for call in known[: MOST[times]]:
+                try:
+                    _slopes(runs(name), call, times)
+                except Exception:
+                    continue  # refused whatever the values
+                for spoilt in _spoilt(call):
+                    try:
+                        _slopes(runs(name), spoilt, times)
+                    except Exception as error:
+                        found.add(f"{name}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_no_value_makes_an_operation_of_a_graph_raise(times: int) -> None:
+    """Nor its gradient, nor, as released curvature asks for it, that one's."""
+    assert not _raises(times)
+
+
+def test_gradients_that_raise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: PyTorch's own, which solve by a matrix that is singular."""
+    some = {
+        name: known for name, known in calls().items() if name.split(".")[1] in ("_linalg_slogdet", "_linalg_solve_ex")
+    }
+    monkeypatch.setattr(sys.modules[__name__], "calls", lambda: some)
+    monkeypatch.setattr("secure_fvi.exported._or_identity", lambda x, fails: x)
+    assert {line.split(":")[0] for line in _raises(1)} == set(some)
 
 
 def test_what_fails_is_nan_with_its_gradient_and_what_does_not_is_as_it_was() -> None:
