@@ -125,6 +125,8 @@ _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
 #: Dimensions up to which a diagonal q is held against the curvature, which has as many squared; how many times as wide
 #: a posterior is worth a warning, as far as sds of a converged run may be off (`final_server.SD_WITHIN`); sites named.
 _LOOKED_AT, _MUCH_WIDER, _NAMED = 1000, 1.15, 4
+#: Of norms to which a record's curvature, and beside it its gradient, is cut.
+_LARGEST_NORM = 2.0**60
 #: The first key of the draws at the final q; those of rounds are smaller.
 _FINAL = 2**30
 #: Standard errors that the number of records has to be over, for shares of it to be told.
@@ -403,6 +405,11 @@ class SFVIProgram(StructuredProgram):
         if why:
             raise InputError(f"curvature_norm is for intervals that count the noise, and here are none: {why}")
         length = privacy.clipping_norm * math.sqrt(1 - privacy.objective_share)
+        if not all(1 / _LARGEST_NORM <= one <= _LARGEST_NORM for one in (norm, length)):  # or each record would fail
+            raise InputError(
+                f"curvature_norm = {norm:g} with clipping_norm = {privacy.clipping_norm:g}: a norm whose square has no "
+                "room in floating point; rescale the data or the parameters"
+            )
         rest = share * (1 - self.config.lengths_share)
         return Curved(length * math.sqrt(self._of_gradients), norm, length * math.sqrt(rest) / norm)
 

@@ -509,6 +509,8 @@ ONE = sf.RecordDP(noise_multiplier=1.0, clipping_norm=1.0, noise="silo")
         ({"participation": 0.5}, ONE, "draws other silos each round"),
         ({"curvature_share": 1.0}, ONE, r"must lie in \(0, 1\)"),
         ({"curvature_norm": 0.0}, ONE, "positive and finite"),
+        ({"curvature_norm": 1e200}, ONE, "no room in floating point"),
+        ({"curvature_norm": 1e-200}, ONE, "no room in floating point"),
     ],
 )
 def test_curvature_is_released_where_it_can_be_counted_alone(options: Any, privacy: Any, words: str) -> None:
