@@ -102,13 +102,14 @@ def _one_at_a_time(cls: type[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _jobs(algorithm: str) -> Iterator[dict[str, Any]]:
-    """Each option alone, without privacy and with; each kind of sum with each privacy, and each option of these."""
+    """Each option alone, without privacy and with either unit's; each kind of sum with each privacy, and each option of
+    these."""
     base = {"name": algorithm, **BASES[algorithm]}
     for change in _one_at_a_time(named(ALGORITHMS, "", algorithm)):
         of_local_fit = next(iter(change)) in OF_LOCAL_FIT and algorithm in ("bcm", "pvi", "streaming-vb", "vcl")
         if of_local_fit and algorithm != "pvi":
             continue
-        for dp in (None,) if of_local_fit else (None, PRIVACY[3]):
+        for dp in (None,) if of_local_fit else (None, PRIVACY[2], PRIVACY[3]):
             yield {"algorithm": {**base, **change}, "aggregation": SUMS[1], "privacy": dp}
     for sums, dp in itertools.product(SUMS, PRIVACY):
         yield {"algorithm": base, "aggregation": sums, "privacy": dp}
