@@ -160,7 +160,7 @@ def _settings(config: Config) -> dict[str, Any]:
         tables["privacy"] = resolved(build(unit, config.privacy.options, "privacy"))
     for table, options in tables.items():
         for name, value in options.items():
-            if name == "clipping_norm" or name == "bound" or name.endswith("_bound"):
+            if value is not None and (name == "bound" or name.endswith(("_bound", "_norm"))):
                 settings[f"{table}.{name}"] = float(value)
     return settings
 

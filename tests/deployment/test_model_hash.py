@@ -107,6 +107,7 @@ def test_the_place_does_not_count(folder: Path, tmp_path_factory: pytest.TempPat
     "tables",
     [
         {"algorithm": {"name": "sfvi", "bound": 10.0}},
+        {"algorithm": {"name": "sfvi", "iterations": 10, "curvature_norm": 2.0}},
         {"privacy": {"unit": "record", "epsilon": 1.0, "clipping_norm": 3.0}},
         {"privacy": {"unit": "record", "epsilon": 1.0, "objective_bound": 3.0}},
     ],
