@@ -156,8 +156,9 @@ class Lengths(NamedTuple):
 
     def of(self, gradient: Tensor, there: Tensor) -> Tensor:
         """(len(EDGES) + 1,); zeros where there () is 0, as of what only fills a block up."""
-        edges = gradient.new_tensor(EDGES)
-        below = (gradient @ gradient <= (self.gradient * edges).square()).to(gradient)
+        wide = gradient.double()
+        edges = wide.new_tensor(EDGES)
+        below = (wide @ wide <= (self.gradient * edges).square()).to(gradient)
         one = below.new_ones(1)
         return self.unit * there * (torch.cat([below, one]) - torch.cat([0 * one, below]))
 
@@ -196,9 +197,10 @@ def packed(matrix: Tensor) -> Tensor:
 
 def shortened(vector: Tensor, norm: float) -> Tensor:
     """`vector`, or as long as `norm` where it is longer."""
-    size = vector @ vector
+    wide = vector.double()  # whose squares have room
+    size = wide @ wide
     long = size > norm**2
-    return vector * torch.where(long, norm * torch.where(long, size, 1.0).rsqrt(), 1.0)
+    return (wide * torch.where(long, norm * torch.where(long, size, 1.0).rsqrt(), 1.0)).to(vector)
 
 
 def _triangle(n: int) -> tuple[Tensor, Tensor]:

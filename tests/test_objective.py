@@ -156,3 +156,11 @@ def test_what_a_record_tells_of_its_length_moves_no_more_than_the_norm() -> None
         assert whole.norm() <= norm * (1 + 1e-12)
         assert (torch.cat([gradient, told]).norm() > norm) == (place >= 4)
         assert not lengths.of(gradient, torch.zeros(())).any()
+
+
+def test_gradients_whose_squares_have_no_room_in_32_bits_are_cut_and_not_lost() -> None:
+    """Of length 1e25, whose square is infinite in float32."""
+    gradient = torch.tensor([6e24, 8e24], dtype=torch.float32)
+    assert torch.allclose(shortened(gradient, 2.0), torch.tensor([1.2, 1.6], dtype=torch.float32))
+    assert Lengths(2.0, 1.0).of(gradient, torch.ones(()))[-1] == 1
+    assert (gradient @ gradient).isinf()

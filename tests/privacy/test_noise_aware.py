@@ -333,8 +333,8 @@ def traced(
         patch.setattr(noise_aware, "of_gradients", lambda trace, *_: traces.append(trace) or "nobody asks")
         result = sf.fit(
             sf.FederatedModel(model, record_plate="row"), [{"x": data.x[1], "y": data.y[1]}],
-            sf.SFVI(lengths_share=0, family="full", average_last=0.8, **options), sf.Plain(), privacy=privacy, noise_key=b"k",
-            compile=False,
+            sf.SFVI(family="full", average_last=0.8, lengths_share=0, **options), sf.Plain(), privacy=privacy,
+            noise_key=b"k", compile=False,
         )  # fmt: skip
     return result, traces[-1]
 
