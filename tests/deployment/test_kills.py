@@ -22,7 +22,6 @@ from secure_fvi.deployment.holding import DurableSilo, open_held
 from secure_fvi.deployment.site_job import SiteJob
 from secure_fvi.deployment.trail import Trail
 from secure_fvi.deployment.trail_verify import compare, verify
-from secure_fvi.driving import Progress
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
@@ -116,31 +115,6 @@ def test_a_server_killed_before_the_first_round_of_a_session_asks_under_the_same
         (chain,) = verify_ledger(world.homes[silo].ledger_file, silo)
         (record,) = chain.jobs.values()
         assert record.released == {"round": releases}
-
-
-@pytest.mark.slow
-def test_a_ledger_from_a_backup_is_noticed(world: World, tmp_path: Path) -> None:
-    """One of the middle of the job, which no other member has countersigned; with the newest one the job goes on."""
-    algorithm = {"name": "sfvi", "iterations": 8, "sampling_rate": 0.5, "family": "diagonal"}
-    job, ledger = Job(world, tmp_path, algorithm=algorithm, privacy=_DP), world.homes["north"].ledger_file
-
-    def stop_at(round_: int) -> None:
-        def watch(progress: Progress) -> None:
-            if progress.round == round_:
-                raise Stopped
-
-        with pytest.raises(Stopped):
-            job.run(on_round=watch)
-
-    stop_at(3)
-    old = ledger.read_bytes()
-    stop_at(6)
-    new = ledger.read_bytes()
-    ledger.write_bytes(old)
-    with pytest.raises(ProtocolError, match="the ledger of 'north' is older than its state of this job"):
-        job.run()
-    ledger.write_bytes(new)
-    assert job.run()
 
 
 @pytest.mark.slow
