@@ -7,6 +7,7 @@ alike: it is a sum over records, says the same each time it is run, and gives dr
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import warnings
@@ -29,6 +30,7 @@ SOME = 8  # rows at a silo that are also evaluated in parts, and few enough to s
 AT_ONCE = 1024  # rows whose gradient is looked at together
 SPREAD = 0.1  # of the point at which log p is compared, around the start
 _SPREADS = (0.1, 2.0)  # of those at which slopes are
+_ALL = slice(None)
 
 
 class Point:
@@ -55,6 +57,15 @@ class Point:
         """The same values, of some of the records."""
         found = copy.copy(self)
         found.z_record = self.z_record[part]
+        return found
+
+    def nudged(self, units: float, seed: int) -> Point:
+        """Values that differ from these by so many units of their own rounding, as drawn by the seed."""
+        step, found = units * torch.finfo(self.problem.dtype).eps, copy.copy(self)
+        rng = torch.Generator().manual_seed(seed)
+        for name in ("z_global", "z_silo", "z_record"):
+            value = getattr(self, name)
+            setattr(found, name, value + step * value * torch.randn(value.shape, generator=rng).to(value))
         return found
 
     def latents(self) -> Params:
@@ -228,7 +239,7 @@ def dependent(point: Point, rows: Params) -> _Dependent:
     return _Dependent(int(bad.sum()), int(looked_at.sum()), shared, silo, tuple(sorted(sites)))
 
 
-def _slopes_differ(point: Point, rows: Params) -> Iterator[Tensor]:
+def _slopes_differ(point: Point, rows: Params) -> list[Tensor]:
     """The parts of the records whose slopes in some latent are other ones among the rest than apart. Where outcomes are
     large, as incomes are, terms drown what a mean over records changes in them; their slopes, each by its own size, do
     not. A part's rows are weighed by numbers of their own, so that they do not cancel."""
@@ -237,27 +248,42 @@ def _slopes_differ(point: Point, rows: Params) -> Iterator[Tensor]:
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(3))
     few = spread_out(count, SOME)
     parts = [few[: len(few) // 2], few[len(few) // 2 :], drawn[: max(1, count // 2)].sort().values]
-    pairs = []
-    try:
-        with warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")
-            whole = own_terms(point, rows)
-            for part in parts:
-                alone = own_terms(point.of(part), {name: value[part] for name, value in rows.items()})
-                pairs.append((part, _slopes(*whole, weights[part], part), _slopes(*alone, weights[part], slice(None))))
-    except Exception:
-        return  # so far from the start, or without gradients: what a fit needs is looked at by itself
     tolerance, rounding = (1e-6, 1e-12) if point.problem.dtype == torch.float64 else (1e-2, 1e-5)
-    for part, among, apart in pairs:
-        largest = max((float(g.abs().max()) for g in among if g is not None and g.numel()), default=0.0)
-        for a, b in zip(among, apart, strict=True):
-            if a is None or b is None or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
-                continue
-            size = torch.maximum(a.abs(), b.abs())
-            size = size.amax(0, keepdim=True) if a.dim() > 1 and len(a) else size  # of records' latents: by column
-            if bool(((a - b).abs() > tolerance * size + rounding * largest).any()):
-                yield part
-                break
+    found = []
+    with contextlib.suppress(Exception), warnings.catch_warnings(), torch.enable_grad():
+        # So far from the start, or without gradients, it may fail: what a fit needs is looked at by itself.
+        warnings.simplefilter("ignore")
+        whole = own_terms(point, rows)
+        for part in parts:
+            alone, own = point.of(part), {name: value[part] for name, value in rows.items()}
+            among, apart = (_slopes(*t, weights[part], at) for t, at in ((whole, part), (own_terms(alone, own), _ALL)))
+            largest = max((float(g.abs().max()) for g in among if g is not None and g.numel()), default=0.0)
+            over = [_beyond(a, b, tolerance, rounding * largest) for a, b in zip(among, apart, strict=True)]
+            if any(bool((o > 0).any()) for o in over):
+                moved = _moved(alone, own, weights[part], apart)
+                if any(bool((o > 4 * m).any()) for o, m in zip(over, moved, strict=True)):
+                    found.append(part)
+    return found
+
+
+def _beyond(a: Tensor | None, b: Tensor | None, tolerance: float, least: float) -> Tensor:
+    """How much further two slopes are apart than they may be; nothing where there are none, or no finite ones."""
+    if a is None or b is None or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return torch.zeros(())
+    size = torch.maximum(a.abs(), b.abs())
+    size = size.amax(0, keepdim=True) if a.dim() > 1 and len(a) else size  # of records' latents: by column
+    return (a - b).abs() - tolerance * size - least
+
+
+def _moved(point: Point, rows: Params, weights: Tensor, slopes: list[Tensor | None]) -> list[Tensor]:
+    """By latent, how far slopes move where the latents are rounded otherwise, there and back: those of a network of 32
+    bits, far from the start and beside its kinks, by more than any tolerance."""
+    found = [torch.zeros(()) if g is None else torch.zeros_like(g) for g in slopes]
+    for seed in range(6):
+        again = _slopes(*own_terms(point.nudged(8 * (-1) ** seed, seed // 2), rows), weights, _ALL)
+        pairs = zip(found, again, slopes, strict=True)
+        found = [m if a is None or b is None else torch.maximum(m, (a - b).abs()) for m, a, b in pairs]
+    return found
 
 
 def own_terms(point: Point, rows: Params) -> tuple[Tensor, list[Tensor]]:

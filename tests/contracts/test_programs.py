@@ -961,8 +961,37 @@ def test_a_mean_over_records_is_seen_under_large_outcomes(hinge: bool, monkeypat
     build(made(False), silos)
     with pytest.raises(DataError, match="not a sum over records"):
         build(made(True), silos)
-    monkeypatch.setattr(program_contract, "_slopes_differ", lambda point, rows: iter(()))
+    monkeypatch.setattr(program_contract, "_slopes_differ", lambda point, rows: [])
     build(made(True), silos)
+
+
+def _kinked(x: Tensor, y: Tensor, centred: bool) -> None:
+    """One unit of a network, whose products are added up from the other end where few rows are."""
+    level, w = _level(), pyro.sample("w", dist.Normal(x.new_zeros(6), 1.0).to_event(1))
+    products = (x - x.mean(0) if centred else x) * w
+    ordered = (products if len(y) > 20 else products.flip(-1)).unbind(-1)
+    _observe(y, level + torch.relu(sum(ordered, torch.zeros_like(y))))
+
+
+def test_slopes_that_rounding_moves_are_no_dependence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 32 bits each row lies on the kink, at one of the points that are looked at: the order of a sum decides on
+    which side. Controls: held to the tolerance alone it is refused; and a mean over records is seen in 32 bits too."""
+
+    def made(centred: bool) -> sf.FederatedModel:
+        return sf.FederatedModel(lambda x, y: _kinked(x, y, centred), "r")
+
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    silos = [{"x": x, "y": x[:, 0]}] * 3
+    w = program_contract.Point(build(made(False), silos, dtype=torch.float32).problem, 1, 2.0).latents()["w"]
+    silos = [{"x": x - (x @ w)[:, None] * w / (w @ w), "y": x[:, 0]}] * 3
+    build(made(False), silos, dtype=torch.float32)
+    with pytest.raises(DataError, match="not a sum over records"):
+        build(made(True), silos, dtype=torch.float32)
+    monkeypatch.setattr(
+        program_contract, "_moved", lambda point, rows, weights, slopes: [torch.zeros(())] * len(slopes)
+    )
+    with pytest.raises(DataError, match="not a sum over records"):
+        build(made(False), silos, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
