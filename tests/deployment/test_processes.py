@@ -82,20 +82,6 @@ class Processes:
 
 
 @pytest.mark.slow
-def test_three_processes_give_the_posterior_of_one(world: World, tmp_path: Path) -> None:
-    """SFVI, 1,000 rounds."""
-    job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 1000})
-    processes = Processes(job)
-    try:
-        for name in ("hub", *SILOS):
-            processes.start(name)
-        found = processes.finish()
-    finally:
-        processes.stop()
-    assert found == job.local()
-
-
-@pytest.mark.slow
 def test_killed_parties_rejoin_and_the_posterior_is_the_same(world: World, tmp_path: Path) -> None:
     """Eight kills at moments drawn with a fixed seed, of the server and of silos, each started again at once."""
     job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 400})
