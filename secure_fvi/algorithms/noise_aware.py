@@ -99,8 +99,8 @@ _NO_LINE, MOST_WANDER, MOST_VARIED, MOST_SWAY = 4.0, 1.0, 2.0, 1.0
 #: Share of records whose gradients of a parabola are cut, up to which they count as a line.
 MOST_CUT = 0.5
 #: Sds of the data by which cuts move the slope, over the share of records that is cut times the square root of their
-#: number: of logistic regressions and of an sd of errors .4 to .85, where 2 to 20% are cut.
-_PULLED = 0.75
+#: number: of logistic regressions and of an sd of errors .4 to .95, where 2 to 25% are cut, of counts .1 to 1.07.
+_PULLED = 1.0
 #: How many times priors' sds may differ where, in more than that share of draws, some direction is untold.
 MOST_UNLIKE, _UNTOLD = 4.0, 0.05
 #: Why there is none of PVI where the likelihood is no parabola.
