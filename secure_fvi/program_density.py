@@ -264,6 +264,11 @@ class ProgramDensity(LogDensity):
         self._graph: _Graph | None = None
         self._writes: bool | None = None  # not known before the first run
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For `pickle` and copies: without the graph, which is traced anew. PyTorch writes code for its own functions
+        that Python does not read (`from torch._C import TensorBase.expand`)."""
+        return {**vars(self), "_graph": None, "_evaluations": 0, "_seen": set()}
+
     def evaluate(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> LogTerms:
         args = z_global, z_silo, z_record, theta, rows
         if self._graph is not None and self._graph.takes(*args):

@@ -342,6 +342,15 @@ def test_a_run_over_columns_opens_without_the_silos_own(tmp_path: Path) -> None:
 # ---- pickle and copy ----
 
 
+def test_a_result_whose_program_was_traced_is_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secure_fvi.compiled.TRACE_AFTER_CALLS", 0)
+    traced = _fit(_level, [{"y": silo["y"]} for silo in SILOS], sf.PVI(rounds=2, local_steps=2))
+    graph = traced.problem.density._graph  # type: ignore[attr-defined]
+    with pytest.raises(SyntaxError):
+        pickle.loads(pickle.dumps(graph._run.__self__))  # noqa: S301 - the control
+    assert _same(pickle.loads(pickle.dumps(traced)).sample(9), traced.sample(9))  # noqa: S301
+
+
 def test_a_pickled_result_draws_and_predicts_and_holds_no_record(fitted: sf.Result) -> None:
     content = pickle.dumps(fitted)
     again = pickle.loads(content)  # noqa: S301
