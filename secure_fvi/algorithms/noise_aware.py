@@ -118,7 +118,10 @@ NOT_FINITE = "a broadcast or total is not finite, or too large to square"
 #: Why a job without privacy declares no `least_information`.
 NO_NOISE = "least_information is for intervals that count the noise of privacy; without privacy leave it out"
 #: Why there is none under a prior that is not.
-NOT_NORMAL = "the prior is not normal (in unconstrained space), which is not integrated"
+NOT_NORMAL = (
+    "the prior is not normal (in unconstrained space), and where the posterior is no normal stands for it; normal or "
+    "log-normal priors are integrated, and others where data tell more than they do"
+)
 #: Draws of the curvature, in up to so many numbers together, and at least.
 _DRAWS, _NUMBERS, _FEWEST = 160, 200_000, 32
 #: The power of the likelihood under which they begin, and sweeps there and at its end; the share of draws that is worth
@@ -470,12 +473,13 @@ def _integrated(
         )
     drawn, vectors = _made(vectors, values), told.basis @ vectors
     spread = variance * (1 + (excess - 1) * values / values.mean(1, keepdim=True).clamp(min=1e-300))
-    bent = (_bent(drawn, told.strayed) + moved**2).unsqueeze(1) * values
+    strayed = _bent(drawn, told.strayed)
+    bent = (strayed + moved**2).unsqueeze(1) * values
     share = float(bent.mean() / (values + spread).mean())
-    if not share <= MOST_BENT and moved**2 * float(values.mean()) > MOST_BENT / 2 * float((values + spread).mean()):
+    if not share <= MOST_BENT and moved**2 > float(strayed.mean()):
         return (
-            "so many records' gradients are cut that means may be off by more than data and noise leave open; a longer "
-            "clipping_norm, which cuts few, would do"
+            "so many records' gradients are cut, or may be by the noised count of them, that means may be off by more "
+            "than data and noise leave open; a longer clipping_norm, which cuts few, would do"
         )
     if not share <= MOST_BENT:
         return (

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.algorithms.natural import MOST_LOST, Natural, draws, fixed_noise, kl, matching, quadratic
+from secure_fvi.algorithms.natural import MOST_LOST, Natural, draws, fixed_noise, from_moments, kl, matching, quadratic
 from secure_fvi.compiled import over_draws
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import Params
@@ -16,6 +16,8 @@ from secure_fvi.families.gaussian import Params
 _START_STEPS, _DAMPING = 40, 0.5
 #: Smallest precision of the first q, as a share of the largest, where the prior is not log-concave.
 _FLOOR = 1e-6
+#: Sd over q, nats, by which a prior may differ from the site that stands for it: a mean moves by no more of its sds.
+_STANDS = 0.1
 #: Dimensions up to which the curvature of such a prior, n x n for every draw, fits into memory.
 _CURVED_UP_TO = 2000
 
@@ -113,6 +115,17 @@ class Prior:
         # Both from one run of the program a draw, which is what they cost.
         curvature, gradient = over_draws(jacrev(lambda z: (slope(z),) * 2, has_aux=True), z)
         return matching(q, gradient.mean(0), curvature.mean(0))
+
+    def site(self, mean: Tensor, covariance: Tensor) -> Natural:
+        """What stands for a prior without theta where these are the posterior's, (n,) and (n, n) (`target`)."""
+        return _floored(self.target(from_moments(mean, covariance), {}))
+
+    def stands(self, site: Natural, mean: Tensor, covariance: Tensor) -> bool:
+        """Whether it differs from the prior there by so little that no mean is moved by more than `_STANDS` sds."""
+        z = draws(from_moments(mean, covariance), self._eps)
+        inner = (z @ site.precision * z).sum(1) if site.full else (site.precision * z.square()).sum(1)
+        off = over_draws(lambda z: self.log_prob(z, {}), z) - (z @ site.shift - 0.5 * inner)
+        return bool(off.std() <= _STANDS)
 
     def theta_gradient(self, q: Natural, theta: Params) -> Params:
         """E_q of the gradient of log p_theta(Z_G) in theta."""

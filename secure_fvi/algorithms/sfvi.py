@@ -131,6 +131,8 @@ _LARGEST_NORM = 2.0**60
 _FINAL = 2**30
 #: Standard errors that the number of records has to be over, for shares of it to be told.
 _TOLD = 3.0
+#: Times that a normal is found which stands for a prior that is none where the posterior is.
+_SITES = 3
 #: Numbers of SFVI's draws at a silo, after a warm start, begin here.
 OWN_DRAWS = 2**31
 
@@ -634,17 +636,27 @@ class SFVIProgram(StructuredProgram):
     def noise_aware(self, state: SFVIState) -> NoiseAware | str:
         if self._uncounted is not None:
             return self._uncounted
-        normal = prior.Prior(self.problem, True).exact({})
-        if normal is None:
-            return noise_aware.NOT_NORMAL
         norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, noise_aware.straight(self.problem)
         if line is None:
             return noise_aware.NOT_TWICE
         norm = norm if self.curved is None else self.curved.gradient
         norm = norm if self.by_record or not line else math.nan
         sampled, floor = self.config.sampling_rate < 1, self.config.least_information
-        cut = self.clipped(state)
-        return noise_aware.of_gradients(state.trace, state.half, normal, norm, line, sampled, floor, cut)
+        seen = (norm, line, sampled, floor, self.clipped(state))
+        own = prior.Prior(self.problem, True)
+        if (normal := own.exact({})) is not None:
+            return noise_aware.of_gradients(state.trace, state.half, normal, *seen)
+        found: Any = self.posterior(state).eta
+        mean, covariance = found["loc"].cpu().double(), self.family.stddev(found).cpu().double().square().diag()
+        for _ in range(_SITES):
+            site = own.site(mean, covariance)
+            if not site.proper:
+                return noise_aware.NOT_NORMAL
+            found = noise_aware.of_gradients(state.trace, state.half, site, *seen)
+            if isinstance(found, str):
+                return found
+            mean, covariance = found.mean, found.covariance
+        return found if own.stands(site, mean, covariance) else noise_aware.NOT_NORMAL
 
     def posterior(self, state: SFVIState) -> Posterior:
         refined = state.refining.answer
