@@ -51,7 +51,8 @@ _R = TypeVar("_R")
 #: Share of cut gradients, at most, over which a private result warns
 #: (`test_where_many_gradients_are_cut_the_run_says_so`).
 MANY_CUT = 0.1
-_FEW_CUT = 0.05
+#: Of a norm that cuts few: the share that is longer, and that is longer than twice it.
+_FEW_CUT, _FEW_FAR = 0.05, 0.01
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_230_208
 
@@ -114,16 +115,25 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
 
 def _many_cut(found: Clipped, norm: float) -> str | None:
     """What to say where many gradients are known to be cut to `norm`; None: they are not. Rounds around q told it."""
-    if found.share - 2 * found.error <= MANY_CUT:
+    one, last = EDGES.index(1), len(EDGES) - 1
+    far, error = found.beyond(one + 1)
+    if found.share - 2 * found.error <= MANY_CUT and far - 2 * error <= _FEW_FAR:
         return None
-    one = found.edges[EDGES.index(1)]
-    longer = [(edge, sum(found.shares[at + 1 :])) for at, edge in enumerate(found.edges)]
-    enough = next((norm * edge / one for edge, share in longer if edge > one and share <= _FEW_CUT), None)
+
+    def few(at: int) -> bool:
+        beyond, error = found.beyond(min(at + 1, last))
+        return found.beyond(at)[0] <= _FEW_CUT and beyond <= _FEW_FAR + 2 * error
+
+    enough = next((norm * EDGES[at] for at in range(one + 1, last + 1) if few(at)), None)
     return (
         f"{found.share:.0%} (+- {2 * found.error:.0%}) of records' gradients are longer than clipping_norm = {norm:g} "
-        "and were cut: where more are cut on one side than on the other, as in a logistic regression, or residuals "
-        "that tell the sd of errors, means are off by more than sds say; "
-        + (f"{_FEW_CUT:.0%} at most are longer than {enough:.3g}" if enough else f"many are longer than {8 * norm:g}")
+        "and were cut: where more are cut on one side than on the other, as in a logistic regression, most of a "
+        "rare outcome, or residuals that tell the sd of errors, means are off by more than sds say; "
+        + (
+            f"{_FEW_CUT:.0%} at most are longer than {enough:.3g}"
+            if enough
+            else f"some are longer than {EDGES[-1] * norm:g}"
+        )
         + ", near where this run ended: take a longer norm, or bring the response and columns to a scale near 1"
     )
 

@@ -298,6 +298,15 @@ class Clipped(NamedTuple):
     error: float  # its standard error, of the noise
     records: float  # in all, with noise
 
+    def beyond(self, at: int) -> tuple[float, float]:
+        """The share of records longer than that edge, and its standard error. Half of all places are of cut ones."""
+        share, places = min(1.0, sum(self.shares[at + 1 :])), len(self.shares)
+
+        def size(share: float, longer: int) -> float:  # of noise, in that of one place
+            return math.sqrt(longer * (1 - share) ** 2 + (places - longer) * share**2)
+
+        return share, self.error * size(share, places - at - 1) / size(self.share, places // 2)
+
 
 class NoiseAware(NamedTuple):
     """The posterior of Z_G that counts the noise of privacy (`noise_aware`), a normal. Everyone may see it."""

@@ -54,10 +54,12 @@ Clipping. Let a record's gradient be cut by a factor c <= 1. If the cut scores a
 (residuals that are symmetric), their curvature H is E[c g g'] and their variance E[c^2 g g'] is no larger: intervals
 are no narrower than they should be. Scores that are cut on one side more than on the other have another zero, which no
 public number tells: under a clipping norm that cuts many records of a logistic regression, say. Its size is known from
-measurements: in sds of the data about `_PULLED` times the share of records that is cut times the square root of their
-number. Where records release how many are cut (`Clipped`) a normal of that size is counted as one more noise of the
-slope, as what is no line is, and where it would be most of all there is no interval. Elsewhere that bias is not
-counted. How many at most are cut is told where their number N is public: by the same identity the trace of H is
+measurements: in sds of the data about `_PULLED` times what cuts take off gradients over the root of what is left of
+their squares, in the mean over records, times the square root of their number. Few that are cut to a small part of
+themselves, as of a rare outcome, move it as far as many that are cut a little. Where records release how many are cut
+(`Clipped`) a normal of that size is counted as one more noise of the slope, as what is no line is, and where it would
+be most of all there is no interval. Elsewhere that bias is not counted.
+How many at most are cut is told where their number N is public: by the same identity the trace of H is
 N E[c g'g] = N E[min(g'g, C |g|)], which is at least N C^2 times the share of gradients longer than C, if the model is
 right. Sites of PVI are cut as a whole, precision and shift alike: a likelihood to a power below 1, which
 is wider.
@@ -67,6 +69,7 @@ Without privacy the same regression, of the same totals, tells by how much a dia
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -98,9 +101,10 @@ MOST_BENT = 1.0
 _NO_LINE, MOST_WANDER, MOST_VARIED, MOST_SWAY = 4.0, 1.0, 2.0, 1.0
 #: Share of records whose gradients of a parabola are cut, up to which they count as a line.
 MOST_CUT = 0.5
-#: Sds of the data by which cuts move the slope, over the share of records that is cut times the square root of their
-#: number: of logistic regressions and of an sd of errors .4 to .95, where 2 to 25% are cut, of counts .1 to 1.07.
-_PULLED = 1.0
+#: Sds of the data by which cuts move the slope, over what `_moved` has of it.
+_PULLED = 0.7
+#: How much longer than the norm a cut gradient is, in norms; and one that is longer than twice the norm, beside that.
+_LONGER, _MUCH = 0.4, 1.4
 #: How many times priors' sds may differ where, in more than that share of draws, some direction is untold.
 MOST_UNLIKE, _UNTOLD = 4.0, 0.05
 #: Why there is none of PVI where the likelihood is no parabola.
@@ -302,7 +306,7 @@ def of_gradients(
                 f"gradients of {clipped.share:.0%} of records are cut, so that they may be no line over broadcasts; a "
                 "longer clipping_norm or a smaller learning_rate would do"
             )
-        pull = 0.0 if line else _PULLED * math.sqrt(max(0.0, clipped.share**2 - clipped.error**2) * clipped.records)
+        pull = 0.0 if line else _moved(clipped)
     found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, prior, trace.rounds, floor, pull)
     if isinstance(found, str):
         return found
@@ -446,6 +450,19 @@ def _ruled_out(told: _Told, floor: float) -> bool:
     noise = _normals((_CHECKS, len(seen), len(seen)), np.random.default_rng(_SEED)) * sizes * weights
     as_low = torch.linalg.eigvalsh(noise)[:, 0] <= torch.linalg.eigvalsh(off)[0]
     return float(as_low.double().mean()) < LEAST_LIKELY
+
+
+def _moved(clipped: Clipped) -> float:
+    """Sds of the data by which cut gradients may move the slope, as if what is cut lay on one side of one direction."""
+    unit = len(clipped.edges) // 2
+    norm, (far, error) = clipped.edges[unit], clipped.beyond(unit + 1)
+    far = far if far > 2 * error else 0.0  # few are, and of none noise would make some
+    share = math.sqrt(max(0.0, clipped.share**2 - clipped.error**2))
+    lost = _LONGER * share + _MUCH * far
+    whole = itertools.pairwise([0.0, *clipped.edges[: unit + 1]])
+    left = sum(s * ((low + high) / 2 / norm) ** 2 for s, (low, high) in zip(clipped.shares, whole, strict=False))
+    left += clipped.share + lost
+    return _PULLED * lost * math.sqrt(clipped.records / left) if lost else 0.0
 
 
 def _integrated(

@@ -23,13 +23,16 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms import noise_aware
+from secure_fvi.algorithms.base import Clipped
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
 from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.sfvi import SFVIProgram
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.models import six_cities
+from secure_fvi.objective import EDGES
 from secure_fvi.privacy.ledger import Ledger
+from secure_fvi.results import _many_cut
 from secure_fvi.summary import counts_noise
 from secure_fvi_lab.bench import coverage, integrated, pvi_modes
 
@@ -1120,6 +1123,50 @@ def test_where_many_gradients_are_cut_the_run_says_so() -> None:
             told = said["cut_at_most"]
             assert cut <= told
             assert f"up to {told:.1%} of gradients" in counts_noise(result.privacy)
+
+
+def _cut(x: Tensor, y: Tensor, beta: Tensor, norm: float) -> tuple[Clipped, float]:
+    """What a logistic regression's records tell of their lengths at `beta`, without noise; and by how many sds a
+    coefficient is off, at most, where the slope that is cut to `norm` is zero."""
+    at = beta.clone()
+
+    def slope(at: Tensor) -> Tensor:
+        g = (y - (x @ at).sigmoid()).unsqueeze(1) * x
+        return (g * (norm / g.norm(dim=1, keepdim=True)).clamp(max=1)).mean(0)
+
+    for _ in range(20):
+        h = torch.func.jacrev(slope)(at)
+        step = torch.linalg.solve(h, slope(at))
+        at = at - step * min(1.0, 0.5 / float(step.abs().max()))
+    sd = torch.linalg.inv(-0.5 * (h + h.mT)).diagonal().div(len(y)).sqrt()
+    lengths = (y - (x @ at).sigmoid()).abs() * x.norm(dim=1)
+    edges = norm * torch.tensor(EDGES, dtype=torch.float64)
+    shares = torch.bincount(torch.bucketize(lengths, edges), minlength=len(EDGES) + 1).double() / len(y)
+    told = Clipped(tuple(edges.tolist()), tuple(shares.tolist()), float(shares[4:].sum()), 1e-3, len(y))
+    return told, float(((at - beta) / sd).abs().max())
+
+
+def test_of_a_rare_outcome_few_cut_gradients_move_means_far() -> None:
+    """A twentieth of the outcomes and fewer are 1, and theirs are the only gradients that are cut: the coefficients are
+    off by five sds and more. What is counted for it is within a factor of two, and the run warns and names no norm
+    beyond which all of them are; as large a share of an even outcome's is nearly nothing, and does not warn. The
+    control: by the share that is cut alone the first is counted for less than a half."""
+    rng = torch.Generator().manual_seed(9)
+    x = torch.cat([torch.ones(20000, 1), torch.randn(20000, 3, generator=rng)], 1).double()
+    for first, norm, rare in ((-3.5, 0.3, True), (-3.0, 0.5, True), (0.0, 1.7, False)):
+        beta = torch.tensor([first, 0.4, -0.4, 0.2]).double()
+        y = torch.bernoulli((x @ beta).sigmoid(), generator=rng)
+        found, off = _cut(x, y, beta, norm)
+        counted = noise_aware._moved(found)
+        said = _many_cut(found, norm)
+        assert found.share < 0.07
+        assert (off > 5) == rare
+        assert (said is not None) == rare
+        if said is not None:
+            assert off / 2 < counted < 2 * off
+            assert 0.75 * found.share * math.sqrt(found.records) < off / 2
+            longer = float(said.split("are longer than ")[-1].split(",")[0])
+            assert longer >= 4 * norm
 
 
 def _errors(x: Tensor, y: Tensor) -> None:
