@@ -102,7 +102,7 @@ _NO_LINE, MOST_WANDER, MOST_VARIED, MOST_SWAY = 4.0, 1.0, 2.0, 1.0
 #: Share of records whose gradients of a parabola are cut, up to which they count as a line.
 MOST_CUT = 0.5
 #: Sds of the data by which cuts move the slope, over what `_moved` has of it.
-_PULLED = 0.7
+_PULLED = 0.85
 #: How much longer than the norm a cut gradient is, in norms; and one that is longer than twice the norm, beside that.
 _LONGER, _MUCH = 0.4, 1.4
 #: How many times priors' sds may differ where, in more than that share of draws, some direction is untold.
