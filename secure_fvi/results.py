@@ -76,7 +76,7 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
         return found, None
     clipped = server.program.clipped(state)
     if clipped is not None:
-        claim["clipped"] = clipped._asdict()
+        claim["clipped"] = {name: list(v) if isinstance(v, tuple) else v for name, v in clipped._asdict().items()}
         if (many := _many_cut(clipped, claim["clipping_norm"])) is not None:
             warnings.warn(many, SecureFVIWarning, stacklevel=4)
     counted = server.program.noise_aware(state)

@@ -195,26 +195,25 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
     if not privacy:
         return ""
     said = privacy.get("sds", {"count_noise": False, "because": "the run is of a version that could not"})
-    cut, clipped, share = said.get("cut_at_most"), privacy.get("clipped"), ""
+    cut, clipped = said.get("cut_at_most"), privacy.get("clipped")
+    share = "" if cut is None else f", which is up to {cut:.1%} of gradients"
+    moved, kept = f"; not what clipping moves, where it cuts one side more{share}", ""
     if clipped is not None:
-        share = f", which is {clipped['share']:.1%} (+- {2 * clipped['error']:.1%}) of records' gradients"
-    elif cut is not None:
-        share = f", which is up to {cut:.1%} of gradients"
+        share = f"{clipped['share']:.1%} (+- {2 * clipped['error']:.1%}) of records' gradients"
+        moved, kept = f", and what cutting {share} is likely to move", f"; nor what cutting {share} moves"
     if not said["count_noise"]:
-        return (
-            f"sds and quantiles do not count the noise of privacy, so that intervals are too short: {said['because']}"
-            + (f"; nor what is clipped{share}" if clipped is not None else "")
-        )
+        because = f"{said['because']}{kept}"
+        return f"sds and quantiles do not count the noise of privacy, so that intervals are too short: {because}"
     if said.get("hidden"):
-        share += f"; intervals of {named_few(said['hidden'])} are mostly the prior's, for the noise or for want of data"
+        moved += f"; intervals of {named_few(said['hidden'])} are mostly the prior's, for the noise or for want of data"
     if said.get("least_information") is not None:
-        share += (
+        moved += (
             f"; they rest on least_information = {said['least_information']:g}, which the job declares: that along no "
             f"direction of the global latents data alone leave an sd above {said['least_information'] ** -0.5:.3g}"
         )
     if said.get("ruled_out") is not None:
-        share += f"; least_information = {said['ruled_out']:g} was not used, since totals rule it out"
-    return f"sds and quantiles count the noise of privacy; not what clipping moves, where it cuts one side more{share}"
+        moved += f"; least_information = {said['ruled_out']:g} was not used, since totals rule it out"
+    return f"sds and quantiles count the noise of privacy{moved}"
 
 
 def quantiles(draws: Tensor, weights: Tensor, levels: Sequence[float] = LEVELS) -> Tensor:
