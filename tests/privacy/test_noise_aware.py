@@ -1254,7 +1254,7 @@ def test_where_data_tell_more_than_a_prior_that_is_not_normal_a_normal_stands_fo
         rng = torch.Generator().manual_seed(40 + seed)
         x = torch.randn(1500, 2, generator=rng).double()
         y = x @ torch.tensor([0.5, -1.0]).double() + torch.randn(1500, generator=rng).double()
-        privacy = sf.RecordDP(noise_multiplier=16.0, clipping_norm=10.0, noise="silo", retries=0)
+        privacy = sf.RecordDP(noise_multiplier=8.0, clipping_norm=10.0, noise="silo", retries=0)
         result = sf.fit(
             sf.FederatedModel(_half, record_plate="row"), [{"x": x, "y": y}],
             sf.SFVI(family="full", iterations=150, average_last=0.6), sf.Plain(), privacy=privacy,

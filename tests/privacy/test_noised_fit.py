@@ -177,7 +177,9 @@ def test_with_little_noise_the_posterior_is_the_exact_one(options: Any) -> None:
     mean, sd = _exact(silos)
     for norm in (100.0, 0.02):
         algorithm = by_steps(rounds=6, local_steps=60, learning_rate=0.1, **options)
-        result = sf.fit(MODEL, silos, algorithm, sf.Plain(), privacy=dp(noise_multiplier=1e-5, clipping_norm=norm))
+        privacy = dp(noise_multiplier=1e-5, clipping_norm=norm)
+        # By fresh coins of batches the first is .08 to .16 in most runs, and was over .3 in one.
+        result = sf.fit(MODEL, silos, algorithm, sf.Plain(), privacy=privacy, noise_key=b"k")
         found = torch.as_tensor(result.posterior["beta"].mean).double()
         ends.append(float(((found - mean) / sd).abs().max()))
     assert ends[0] < 0.3 < 1 < ends[1]
