@@ -301,11 +301,14 @@ class Clipped(NamedTuple):
     def beyond(self, at: int) -> tuple[float, float]:
         """The share of records longer than that edge, and its standard error. Half of all places are of cut ones."""
         share, places = min(1.0, sum(self.shares[at + 1 :])), len(self.shares)
+        return share, self.error * share_error(share, places - at - 1, places) / share_error(
+            self.share, places // 2, places
+        )
 
-        def size(share: float, longer: int) -> float:  # of noise, in that of one place
-            return math.sqrt(longer * (1 - share) ** 2 + (places - longer) * share**2)
 
-        return share, self.error * size(share, places - at - 1) / size(self.share, places // 2)
+def share_error(share: float, some: int, places: int) -> float:
+    """The error of the share that is in `some` of all places, each with noise, in that of one place over all."""
+    return math.sqrt(some * (1 - share) ** 2 + (places - some) * share**2)
 
 
 class NoiseAware(NamedTuple):

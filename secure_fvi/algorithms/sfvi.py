@@ -44,6 +44,7 @@ from secure_fvi.algorithms.base import (
     Step,
     Verdict,
     fixed_length,
+    share_error,
 )
 from secure_fvi.algorithms.kit import (
     FEWEST_ROWS,
@@ -274,6 +275,11 @@ class SFVI:
 _SEEN = "seen"
 
 
+def _length(privacy: RecordDP) -> float:
+    """Of a record's vector at most, the objective aside."""
+    return privacy.clipping_norm * math.sqrt(1 - privacy.objective_share)
+
+
 class SFVIState(NamedTuple):
     """The server's state. All of it follows from broadcasts and totals."""
 
@@ -387,7 +393,7 @@ class SFVIProgram(StructuredProgram):
         share, privacy = self.config.lengths_share, self.problem.privacy
         if not share or not isinstance(privacy, RecordDP):
             return None
-        length = privacy.clipping_norm * math.sqrt(1 - privacy.objective_share)
+        length = _length(privacy)
         kept = 1 - share if self.config.curvature_norm is None else self._of_gradients
         return Lengths(length * math.sqrt(kept), length * math.sqrt(share))
 
@@ -406,7 +412,7 @@ class SFVIProgram(StructuredProgram):
         why = self._uncounted or (noise_aware.NOT_TWICE if noise_aware.straight(self.problem) is None else "")
         if why:
             raise InputError(f"curvature_norm is for intervals that count the noise, and here are none: {why}")
-        length = privacy.clipping_norm * math.sqrt(1 - privacy.objective_share)
+        length = _length(privacy)
         if not all(1 / _LARGEST_NORM <= one <= _LARGEST_NORM for one in (norm, length)):  # or each record would fail
             raise InputError(
                 f"curvature_norm = {norm:g} with clipping_norm = {privacy.clipping_norm:g}: a norm whose square has no "
@@ -629,9 +635,8 @@ class SFVIProgram(StructuredProgram):
         cut = sum(at >= 1 for at in EDGES)
         edges, shares = tuple(self.lengths.gradient * at for at in EDGES), (counts / records).clamp(0, 1)
         share = float((counts[-cut:].sum() / records).clamp(0, 1))
-        # Of cut over all, both with the noise of their places.
-        noise = cut * (1 - share) ** 2 + (places - cut) * share**2
-        return Clipped(edges, tuple(shares.tolist()), share, math.sqrt(noise * variance) / records, records)
+        error = share_error(share, cut, places) * math.sqrt(variance) / records
+        return Clipped(edges, tuple(shares.tolist()), share, error, records)
 
     def noise_aware(self, state: SFVIState) -> NoiseAware | str:
         if self._uncounted is not None:
