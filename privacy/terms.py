@@ -148,6 +148,11 @@ class Terms:
         """Variance of the noise that hidden coordinates get at the silo alone, in squared lattice steps."""
         return (self.noise_multiplier * self.resolution) ** 2
 
+    def variance(self, survivors: int, clip: float) -> float:
+        """Of the noise in each number of a total of `survivors` silos, in natural units."""
+        placed = {"distributed": survivors / max(self.honest, 1), "silo": survivors, "server": 1}[self.settings.noise]
+        return placed * (self.noise_multiplier * clip) ** 2
+
     @property
     def room(self) -> float:
         """Largest sum, before noise, that a block of `table` holds, in released units."""

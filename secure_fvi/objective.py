@@ -154,6 +154,11 @@ class Lengths(NamedTuple):
     gradient: float  # norm to which the gradient is cut
     unit: float
 
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """In the gradients' units."""
+        return tuple(self.gradient * at for at in EDGES)
+
     def of(self, gradient: Tensor, there: Tensor) -> Tensor:
         """(len(EDGES) + 1,); zeros where there () is 0, as of what only fills a block up."""
         wide = gradient.double()

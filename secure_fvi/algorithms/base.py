@@ -289,6 +289,10 @@ class Refined(NamedTuple):
     integration_error: float  # of the total log-likelihood over draws, from latents that were integrated out, nats
 
 
+#: Standard errors that the number of records has to be over, for shares of it to be told.
+_TOLD = 3.0
+
+
 class Clipped(NamedTuple):
     """Lengths of records' gradients, from noised counts, in the mean over rounds. Everyone may see it."""
 
@@ -297,6 +301,17 @@ class Clipped(NamedTuple):
     share: float  # of records whose gradient was cut
     error: float  # its standard error, of the noise
     records: float  # in all, with noise
+
+    @classmethod
+    def of(cls, edges: tuple[float, ...], counts: Tensor, variance: float) -> Clipped | None:
+        """From noised counts (len(edges) + 1,) of records between the edges, the middle one of which is the norm to
+        which gradients are cut; variance: of each count's noise. None: that hides the number of records."""
+        records, places, cut = float(counts.sum()), len(counts), len(edges) // 2 + 1
+        if not records >= _TOLD * math.sqrt(places * variance):
+            return None
+        shares, share = (counts / records).clamp(0, 1), float((counts[-cut:].sum() / records).clamp(0, 1))
+        error = share_error(share, cut, places) * math.sqrt(variance) / records
+        return cls(edges, tuple(shares.tolist()), share, error, records)
 
     def beyond(self, at: int) -> tuple[float, float]:
         """The share of records longer than that edge, and its standard error. Half of all places are of cut ones."""

@@ -27,7 +27,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,11 @@ from secure_fvi.privacy.terms import Extent, Terms, agree
 from secure_fvi.states import Moved
 from secure_fvi.trees import Params
 
+if TYPE_CHECKING:
+    from secure_fvi.objective import Lengths
+
+#: Block of records by the lengths of their gradients, under record privacy.
+LENGTHS = "lengths"
 #: What the total of such a block is at most in a sum of silos that can.
 _ZERO = 2.0**-20
 #: Numbers by the name of their block, as a silo finds them; and of a total.
@@ -246,8 +251,35 @@ class Program(ABC):
         """Z_G (n_global,) of which a round asks, or near it, if it does."""
         return message.tensors.get("z_global")
 
+    #: How records say how long their gradients are, in block `LENGTHS` of the first phase, where they do.
+    lengths: Lengths | None = None
+
+    @property
+    def told(self) -> int:
+        """Numbers by which they do."""
+        return 0 if self.lengths is None else len(self.lengths.edges) + 1
+
+    @property
+    def none_counted(self) -> Tensor:
+        """`counted` of a state before its first round: the sum over rounds of records by length, and rounds; (0,) where
+        nothing tells."""
+        return torch.zeros(self.told + 1 if self.told else 0, dtype=torch.float64)
+
+    def count(self, counted: Tensor, sums: Totals, factor: float) -> Tensor:
+        """With a round's total, times `factor`, more."""
+        if self.lengths is None:
+            return counted
+        found = torch.as_tensor(sums[LENGTHS]).to(counted) * factor / self.lengths.unit
+        return counted + torch.cat([found, found.new_ones(1)])
+
     def clipped(self, state: Any) -> Clipped | None:
-        return None
+        """How many gradients were cut, where records tell it."""
+        if self.lengths is None or not state.counted[-1]:
+            return None
+        terms, rounds = next(iter(self.terms.values())), float(state.counted[-1])
+        factor = len(self.problem.silos) / terms.cohort / terms.sampling_rate / self.lengths.unit
+        once = terms.variance(terms.cohort, terms.settings.clipping_norm) * factor**2 / max(1, terms.steps)
+        return Clipped.of(self.lengths.edges, state.counted[:-1] / rounds, once / rounds)
 
     def noise_aware(self, state: Any) -> NoiseAware | str:
         return f"it is not worked out how far noise moves {self.config.name}"

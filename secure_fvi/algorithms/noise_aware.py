@@ -79,7 +79,6 @@ from torch import Tensor
 
 from secure_fvi.algorithms.base import Clipped, NoiseAware, Problem
 from secure_fvi.algorithms.natural import Natural, quadratic
-from secure_fvi.privacy.terms import Terms
 
 #: Global dimensions at most: the curvature has as many squared.
 UP_TO = 128
@@ -208,12 +207,6 @@ def _with(curved: Released, h: Tensor, one: float) -> Released:
     weight = curved.weight + one
     off, share = h - curved.h, one / weight
     return Released(weight, curved.h + share * off, curved.squares + one * (1 - share) * float(off.square().sum()))
-
-
-def variance_of(terms: Terms, survivors: int, clip: float) -> float:
-    """Of the noise in each number of a total of `survivors` silos, in natural units."""
-    placed = {"distributed": survivors / max(terms.honest, 1), "silo": survivors, "server": 1}[terms.settings.noise]
-    return placed * (terms.noise_multiplier * clip) ** 2
 
 
 def straight(problem: Problem) -> bool | None:

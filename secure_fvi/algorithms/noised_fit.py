@@ -3,7 +3,7 @@
 For each step the gate is given gradients in Z_G at one draw of q, a row for each record of a Poisson sample, and gives
 back their clipped, noised sum. All else of a step follows from that sum, from what is public and from coins: the
 gradients of q's mean and of its scales are both functions of that one vector and the draw, so that n numbers a step are
-noised, whatever the family.
+noised, whatever the family, and eight that count gradients by their lengths (`objective.Lengths`).
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from secure_fvi.algorithms.local_fit import LEAST_RATE, STRATA, Families, Fitted
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import TracedOnMade, threads
 from secure_fvi.exported import GraphDensity, untested_operations
-from secure_fvi.objective import record_gradients
+from secure_fvi.objective import Lengths, record_gradients
 from secure_fvi.privacy.gate import NoisedSum
 from secure_fvi.trees import Params, take
 
 
 class RowGradients:
-    """Gradients of log p(y_i | Z_G) in Z_G, of each record alone to the last bit; for models without own latents. It
-    holds no data, so that all silos of a process share its traces."""
+    """Gradients of log p(y_i | Z_G) in Z_G, of each record alone to the last bit, and how long each is; for models
+    without own latents. It holds no data, so that all silos of a process share its traces."""
 
-    def __init__(self, families: Families) -> None:
+    def __init__(self, families: Families, lengths: Lengths | None = None) -> None:
         self.problem, self.move = families.problem, families.move
         of = families.problem.density, families.local, families.silo, 1, False
-        self._mapped, self._alone = record_gradients(*of), record_gradients(*of, mapped=False)
-        self._gradients = self._mapped
+        self._alone = record_gradients(*of, mapped=False, lengths=lengths)
+        self._gradients = record_gradients(*of, lengths=lengths)
         self._run = TracedOnMade(self._function, self._made, families.problem.mode)
         self._length, self._looked = rows_at_once(families.n), False
 
     def __call__(self, z: Tensor, key: int, rate: float, view: SiloView) -> Iterator[Tensor]:
-        """Of a Poisson sample of this rate, whose coins `key` names: matrices (B, n), rows of zeros among them."""
+        """Of a Poisson sample of this rate, whose coins `key` names: (B, n + told) each, rows of zeros among them."""
         self._look(z)
         run: Callable[..., Tensor] | None = None
 
@@ -85,16 +85,17 @@ class RowGradients:
 class NoisedFit:
     """The local fits by noised steps of all silos of a process."""
 
-    def __init__(self, fit: SiloFit) -> None:
+    def __init__(self, fit: SiloFit, lengths: Lengths | None = None) -> None:
         assert fit.block is not None
         self.fit, self.families, self.config = fit, fit.families, fit.config
         self.steps = fit.block.steps
-        self.gradients = RowGradients(fit.families)
+        self.gradients = RowGradients(fit.families, lengths)
 
     def __call__(
         self, turn: int, q: Natural, cavity: Natural, own: OwnState, view: SiloView, noised_sum: NoisedSum
-    ) -> Fitted:
-        """q fitted to cavity x likelihood, from q, by `local_steps` steps. `turn` names draws: the silo's own count.
+    ) -> tuple[Fitted, Tensor]:
+        """q fitted to cavity x likelihood, from q, by `local_steps` steps; and what noised sums told in the mean of
+        their records' lengths (told,), in float64. `turn` names draws: the silo's own count.
 
         A fit that runs off is not begun again, which would cost as much: the next ones are at a tenth of the rate."""
         families, steps, count = self.families, self.steps, self.config.local_steps
@@ -102,10 +103,13 @@ class NoisedFit:
         state = steps.init(q, tight=own.visits == 0)
         shift, precision = families.move(cavity.shift), families.move(cavity.precision)
         average: Params = {}
+        lengths = torch.zeros(0)
         schedule = self.fit.schedule(count, own.visits, own.share)
         for step, eps in enumerate(self._draws(first, count, view)):
             z = steps.draw(state, eps)
-            total = families.move(noised_sum(self.gradients(z, first + step, rate, view)) / rate)
+            total = noised_sum(self.gradients(z, first + step, rate, view)) / rate
+            said = total[q.n :].to("cpu", torch.float64) / count
+            total, lengths = families.move(total[: q.n]), lengths + said if step else said
             held = shift - (precision @ z if precision.dim() == 2 else precision * z)
             state = steps.step(state, eps, total + held, schedule[step, 0])
             root = steps.root(state)
@@ -117,7 +121,8 @@ class NoisedFit:
         share = own.share if ended is not None else max(LEAST_RATE, own.share / 10)
         after = own._replace(anchor=steps.loc(state).to("cpu", torch.float64), visits=own.visits + 1, share=share)
         value = math.nan if ended is None else 0.0
-        return Fitted(cavity if ended is None else ended, value, {}, after, torch.ones(q.n, dtype=torch.bool))
+        at = cavity if ended is None else ended
+        return Fitted(at, value, {}, after, torch.ones(q.n, dtype=torch.bool)), lengths
 
     def _draws(self, first: int, count: int, view: SiloView) -> Iterator[Tensor]:
         """Standard normals of each step's draw of q (noise,), stratified over some steps."""

@@ -70,7 +70,7 @@ from secure_fvi.algorithms.base import (
     choose_cohort,
     fixed_length,
 )
-from secure_fvi.algorithms.kit import Answer, FitAnswer, Program, Sum, Totals
+from secure_fvi.algorithms.kit import LENGTHS, Answer, FitAnswer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, EXACT, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import MOST_LOST, Natural, distance, nothing, to_eta
 from secure_fvi.algorithms.prior import Prior
@@ -82,8 +82,9 @@ from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import BoundError, InputError, ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.later import Later
+from secure_fvi.objective import Lengths
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.options import Count, Positive, Says, Share
+from secure_fvi.options import Count, Fraction, Positive, Says, Share
 from secure_fvi.privacy.gate import NoisedSum
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.trees import to_numpy
@@ -140,6 +141,8 @@ class PVI(LocalFitOptions):
     Poisson sample of `sampling_rate`, by each silo in full ("steps"; DP-SGD). A round, the first as well, is then
     `local_steps` sums and is charged as these, and so is each of the `retries`; scales that follow the noise come out
     wrong, so that `scale_rate` must be 0.5 or less. For models without local latents and `pyro.param`s."""
+    lengths_share: Fraction = 0.01
+    """As in `SFVI`, of `private = "steps"`."""
     replicates: Count | None = None
     """Of a formula's tables, in a predictive check over all silos by one more sum (`checking`); None: there is none."""
     least_information: Positive | None = None
@@ -181,6 +184,7 @@ class PVI(LocalFitOptions):
         if by_steps:
             what = "the change of its site, in natural parameters, without noise of its own: it follows from "
             what += f"{self.local_steps} sums over records that the silo noises in full, one for each step of its fit"
+            what += "; by these sums, how many records' gradients are how long" if self.lengths_share else ""
         asked = min(self.asked(silos), silos)
         sums: tuple[Sums, ...] = (Sums(ROUND_PHASE, self.most_rounds, what, asked, names[self.schedule]),)
         if not private:
@@ -459,6 +463,7 @@ class PVIState(NamedTuple):
     halvings: int  # of steps after which q would have been improper, or would have lost most of its precision
     first: Tensor  # (packed,) under privacy, the mean over rounds of what a total says of all sites; (0,) otherwise
     firsts: int  # and how many there were
+    counted: Tensor  # sums over rounds of what totals tell of lengths, and rounds; (0,) where they tell nothing
 
 
 class Finished(NamedTuple):
@@ -469,6 +474,7 @@ class Finished(NamedTuple):
     theta: Params
     usable: bool  # False where the fit failed: the site stays as it is
     tempered: bool  # whether it was fitted against a tempered cavity
+    lengths: Tensor | None = None  # what a fit by noised steps told of them
 
 
 class Part(NamedTuple):
@@ -516,8 +522,11 @@ class PVIProgram(Program):
         self._check()
         self.fit = SiloFit(self.families)
         if self.by_steps:
-            self.noised_fit, self.noised_steps = noised_fit.NoisedFit(self.fit), config.local_steps
-            self.sampled, self.hidden = config.sampling_rate, self.families.n
+            if (share := config.lengths_share) and problem.privacy is not None:
+                norm = problem.privacy.clipping_norm
+                self.lengths = Lengths(norm * math.sqrt(1 - share), norm * math.sqrt(share))
+            self.noised_fit, self.noised_steps = noised_fit.NoisedFit(self.fit, self.lengths), config.local_steps
+            self.sampled, self.hidden = config.sampling_rate, self.families.n + self.told
         self.refiner = Refiner(problem, self.fit.weigher)
         self.optimizer = Optimizer("adam", config.theta_learning_rate)
         self._one = nothing(self.families.n, self.families.full)
@@ -559,7 +568,8 @@ class PVIProgram(Program):
     def sums(self) -> dict[str, Sum]:
         config, families, silos = self.config, self.families, len(self.problem.silos)
         thetas = {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
-        changes = (families.change, *(Block(name, shape, config.bound) for name, shape in thetas.items()))
+        shapes = thetas if self.lengths is None else {LENGTHS: (self.told,)}
+        changes = (families.change, *(Block(name, shape, config.bound) for name, shape in shapes.items()))
         present = Block(PRESENT, (silos,), 1.0, integer=True, rows="presence")
         records = Block(RECORDS, (), 2.0**31, integer=True)
         flags = tuple(Block(name, (), 1.0, integer=True, rows="some") for name in (SKIPPED, TEMPERED, MOVING))
@@ -633,6 +643,7 @@ class PVIProgram(Program):
             quiet=none, stepped=none, shortened=0, theta_moved=0.0, phase=ROUND_PHASE, checked=False,
             rest=final_server.Rest(), refining=refining_server.start(), halvings=0, firsts=0,
             first=torch.zeros(0 if self._uncounted else self.families.packed, dtype=torch.float64),
+            counted=self.none_counted,
         )  # fmt: skip
 
     def broadcast(self, state: PVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
@@ -686,6 +697,7 @@ class PVIProgram(Program):
             round=state.round + 1,
             first=first,
             firsts=firsts,
+            counted=self.count(state.counted, sums, scale),
             q=q,
             prior=prior,
             theta=theta,
@@ -769,7 +781,7 @@ class PVIProgram(Program):
         if terms.adaptive and state.firsts > 1:
             return "the clipping norm moved before any step was taken"
         clip = terms.settings.clipping_norm
-        variance = noise_aware.variance_of(terms, len(self.problem.silos), clip) / state.firsts
+        variance = terms.variance(len(self.problem.silos), clip) / state.firsts
         return noise_aware.of_sites(self.families.unpack(state.first), variance, prior, self.config.least_information)
 
     def at_rest(self, state: PVIState) -> bool:
@@ -1000,6 +1012,7 @@ class PVIProgram(Program):
         each = [
             {CHANGE: to_numpy(part.change.pack() * per_unit)}
             | {f"theta/{name}": to_numpy(fit.theta[name]) for name in self.theta_start}
+            | ({} if fit.lengths is None else {LENGTHS: to_numpy(fit.lengths)})
             for part, fit in zip(parts, fits, strict=True)
         ]
         changes = {name: sum(of_part[name] for of_part in each) for name in each[0]}
@@ -1097,9 +1110,10 @@ class PVIProgram(Program):
         off answers, a change of nothing."""
         q = self.families.unpack(message.tensors["q"])
         cavity, share = tempered(q, part.site)
-        fitted = self.noised_fit(view.turn + 1, self.fit.begin(q, part.own), cavity, part.own, view, noised_sum)
+        begin = self.fit.begin(q, part.own)
+        fitted, lengths = self.noised_fit(view.turn + 1, begin, cavity, part.own, view, noised_sum)
         site = fitted.q.minus(cavity) if fitted.sane else self._one
-        return Finished(site, 0.0, {}, fitted.sane, share < 1), fitted.own
+        return Finished(site, 0.0, {}, fitted.sane, share < 1, lengths), fitted.own
 
     def where(self, message: Broadcast) -> Tensor | None:
         return self.families.unpack(message.tensors["q"]).mean() if "q" in message.tensors else None

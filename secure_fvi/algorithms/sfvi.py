@@ -34,7 +34,6 @@ from secure_fvi.algorithms.base import (
     PRIVATE,
     ROUND_PHASE,
     Broadcast,
-    Clipped,
     LocalFit,
     NoiseAware,
     Phase,
@@ -44,10 +43,10 @@ from secure_fvi.algorithms.base import (
     Step,
     Verdict,
     fixed_length,
-    share_error,
 )
 from secure_fvi.algorithms.kit import (
     FEWEST_ROWS,
+    LENGTHS,
     Answer,
     Blocks,
     Program,
@@ -81,7 +80,6 @@ from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
 from secure_fvi.later import Later
 from secure_fvi.objective import (
-    EDGES,
     Curved,
     Lengths,
     RecordGradients,
@@ -119,7 +117,7 @@ else:
     sfvi_warm = Later("secure_fvi.algorithms.sfvi_warm")
     stopping = Later("secure_fvi.algorithms.stopping")
 
-DIRECT, PATH, CURVATURE, LENGTHS = "direct", "path", "curvature", "lengths"
+DIRECT, PATH, CURVATURE = "direct", "path", "curvature"
 #: What the step on q does without.
 _BESIDES = (RECORDS, CURVATURE, LENGTHS)
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
@@ -130,8 +128,6 @@ _LOOKED_AT, _MUCH_WIDER, _NAMED = 1000, 1.15, 4
 _LARGEST_NORM = 2.0**60
 #: The first key of the draws at the final q; those of rounds are smaller.
 _FINAL = 2**30
-#: Standard errors that the number of records has to be over, for shares of it to be told.
-_TOLD = 3.0
 #: Times that a normal is found which stands for a prior that is none where the posterior is.
 _SITES = 3
 #: Numbers of SFVI's draws at a silo, after a warm start, begin here.
@@ -380,7 +376,7 @@ class SFVIProgram(StructuredProgram):
         if self.curved is not None:
             shapes[CURVATURE] = (self.family.n * (self.family.n + 1) // 2,)
         if self.lengths is not None:
-            shapes[LENGTHS] = (len(EDGES) + 1,)
+            shapes[LENGTHS] = (self.told,)
         self.gradient_blocks = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
         self.hidden = sum(v.numel() for v in self.silo_family.init(torch.zeros(1, self.n_silo)).values())
         self.sampled = config.sampling_rate
@@ -473,10 +469,9 @@ class SFVIProgram(StructuredProgram):
         curved = self.curved is not None
         sizes = (self.family.n * looks for looks in (self._looks_on, self._counts))
         trace, half = (noise_aware.nothing_seen(n, curved) for n in sizes)
-        counted = torch.zeros(0 if self.lengths is None else len(EDGES) + 2, dtype=torch.float64)
         return SFVIState(
             0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE,
-            final_server.Rest(), refining_server.start(), trace, half, counted,
+            final_server.Rest(), refining_server.start(), trace, half, self.none_counted,
         )  # fmt: skip
 
     def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
@@ -536,10 +531,12 @@ class SFVIProgram(StructuredProgram):
         shown_phase = "averaging" if self._averages(state) else "approach"
         step = Step(shown, rate, monitor.r_hat, shown_phase, finished and phase == ROUND_PHASE)
         trace = self._seen(state, message, sums, scale / each) if averages and not absent else state.trace
+        counts = averages or not self.config.average_last
+        counted = self.count(state.counted, sums, scale / each) if counts else state.counted
         after = SFVIState(
             state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase,
             final_server.Rest(), state.refining, trace, trace if self._counts and self._early(state) else state.half,
-            self._counted(state, sums, scale / each) if averages or not self.config.average_last else state.counted,
+            counted,
         )  # fmt: skip
         return after, step
 
@@ -606,7 +603,7 @@ class SFVIProgram(StructuredProgram):
             return noise_aware.seen(state.trace, state.z_global.cpu(), torch.as_tensor(gradient * factor), 1.0)
         terms = self.terms[ROUND_PHASE]
         clip = message.scalars.get(CLIP, terms.settings.clipping_norm)
-        variance = noise_aware.variance_of(terms, len(message.cohort), clip) * factor**2
+        variance = terms.variance(len(message.cohort), clip) * factor**2
         gradient = torch.as_tensor(sums[DIRECT]) * factor
         units = float(sums.get(RECORDS, math.nan)) if self.by_record else len(message.cohort)
         at = state.z_global.cpu()
@@ -615,28 +612,6 @@ class SFVIProgram(StructuredProgram):
         h = self.curved.read(torch.as_tensor(sums[CURVATURE]) * factor, len(at))
         norms, each = units * self.curved.gradient**2, variance / self.curved.unit**2
         return noise_aware.seen(state.trace, at, gradient, variance, norms, h, each)
-
-    def _counted(self, state: SFVIState, sums: Totals, factor: float) -> Tensor:
-        if self.lengths is None:
-            return state.counted
-        found = torch.as_tensor(sums[LENGTHS]).to(state.counted) * factor / self.lengths.unit
-        return state.counted + torch.cat([found, found.new_ones(1)])
-
-    def clipped(self, state: SFVIState) -> Clipped | None:
-        if self.lengths is None or not state.counted[-1]:
-            return None
-        terms, rounds = self.terms[ROUND_PHASE], float(state.counted[-1])
-        counts, places = state.counted[:-1] / rounds, len(state.counted) - 1
-        factor = len(self.problem.silos) / terms.cohort / terms.sampling_rate / self.lengths.unit
-        variance = noise_aware.variance_of(terms, terms.cohort, terms.settings.clipping_norm) * factor**2 / rounds
-        records = float(counts.sum())
-        if records < _TOLD * math.sqrt(places * variance):
-            return None
-        cut = sum(at >= 1 for at in EDGES)
-        edges, shares = tuple(self.lengths.gradient * at for at in EDGES), (counts / records).clamp(0, 1)
-        share = float((counts[-cut:].sum() / records).clamp(0, 1))
-        error = share_error(share, cut, places) * math.sqrt(variance) / records
-        return Clipped(edges, tuple(shares.tolist()), share, error, records)
 
     def noise_aware(self, state: SFVIState) -> NoiseAware | str:
         if self._uncounted is not None:
@@ -886,7 +861,7 @@ class SFVIProgram(StructuredProgram):
         if own is not None:
             free = {name: rate * value for name, value in self._named(own).items()}
             if self.lengths is not None:
-                free[LENGTHS] = np.zeros(len(EDGES) + 1)  # of records alone
+                free[LENGTHS] = np.zeros(self.told)  # of records alone
         return RecordAnswer(chunks(), free, {RECORDS: view.size}, after, lambda: dropped)
 
     def _record_step_function(

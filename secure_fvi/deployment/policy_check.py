@@ -41,7 +41,7 @@ _JUDGED = {
     "VCL": _OF_LOCAL_FIT + "reveal_changes",
     "StreamingVB": _OF_LOCAL_FIT + "passes reveal_changes",
     "PVI": _OF_LOCAL_FIT + "rounds max_rounds tolerance schedule buffer reveal_changes damping virtual_clients "
-    "private replicates least_information",
+    "private lengths_share replicates least_information",
     "FedAvg": "rounds local_steps learning_rate server_learning_rate server_momentum server_schedule tolerance prior "
     "weights sampling_rate participation total_records bound",
     "FedVI": "rounds epochs batch_size learning_rate server_learning_rate server_momentum server_schedule "

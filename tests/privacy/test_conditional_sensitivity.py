@@ -676,12 +676,12 @@ def test_a_record_moves_each_step_of_a_noised_fit_by_at_most_the_norm(options: A
 
 
 def test_a_noised_fit_that_does_not_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
+    """The control: records that say their lengths cut their gradients before the gate does."""
     clipped = gate_module.noisy_clipped_sum
     monkeypatch.setattr(
         gate_module, "noisy_clipped_sum", lambda parts, sizes, _, noise: clipped(parts, sizes, [1e9], noise)
     )
-    assert gaps(stepped_world, 3).max() > 5
+    assert gaps(lambda changed: stepped_world(changed, lengths_share=0), 3).max() > 5
 
 
 def test_a_noised_fit_that_looks_at_records_besides_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

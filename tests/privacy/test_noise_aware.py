@@ -79,7 +79,7 @@ def job(kind: Any, epsilon: float, norm: float, rate: float = coverage.RATE) -> 
     """SFVI of 300 rounds on the bench's model, and the variance of its noise."""
     privacy = sf.RecordDP(epsilon=epsilon, delta=1e-5, clipping_norm=norm, noise="silo", retries=0)
     program = coverage.program_of(kind, privacy, 300, rate)
-    return program, noise_aware.variance_of(program.terms["round"], 1, norm)
+    return program, program.terms["round"].variance(1, norm)
 
 
 def test_intervals_cover_where_the_noise_is_counted_and_not_by_q(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_it_is_post_processing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(totals, blind_totals)
     assert sent == blind_sent
     assert rows == blind_rows
-    variance = noise_aware.variance_of(server.program.terms["round"], 3, NORM)
+    variance = server.program.terms["round"].variance(3, NORM)
     traces = coverage.traced(asked, totals[:, :MANY], variance)
     again = noise_aware.of_gradients(*traces, Natural(torch.zeros(MANY).double(), torch.eye(MANY).double()), NORM, True)
     assert not isinstance(found, str)
@@ -191,7 +191,7 @@ def test_the_noise_has_the_variance_that_is_counted(
     privacy = sf.RecordDP(noise_multiplier=2.0, clipping_norm=NORM, noise=noise, retries=0)
     server, asked, totals, *_, y = drive(monkeypatch, tmp_path / "a", privacy, blind=False)
     left = totals[:, :MANY] - (y.sum(0) - len(y) * asked)
-    variance = noise_aware.variance_of(server.program.terms["round"], 3, NORM)
+    variance = server.program.terms["round"].variance(3, NORM)
     assert abs(float(left.square().mean()) / variance - 1) < 0.3
 
 
@@ -240,7 +240,7 @@ def test_pvi_keeps_the_total_of_its_first_round(privacy: Any) -> None:
         privacy=terms, noise_key=b"k", compile=False,
     )  # fmt: skip
     result, state = run.result(), run.server.state.algorithm
-    variance = noise_aware.variance_of(run.server.program.terms["round"], 3, 1e5)
+    variance = run.server.program.terms["round"].variance(3, 1e5)
     assert 30 < float((state.first - exact).square().sum()) / variance < 115
     assert state.firsts == 1
     expected = noise_aware.of_sites(unpack(state.first, 10, True), variance, prior)
@@ -262,7 +262,7 @@ def test_pvi_in_parts_keeps_what_the_later_rounds_say_of_all_sites(rounds: int, 
         privacy=terms, noise_key=b"k", compile=False,
     )  # fmt: skip
     result, state = run.result(), run.server.state.algorithm
-    variance = noise_aware.variance_of(run.server.program.terms["round"], 3, 1e4) / counted
+    variance = run.server.program.terms["round"].variance(3, 1e4) / counted
     assert 30 < float((state.first - exact).square().sum()) / variance < 115
     assert state.firsts == counted
     if rounds > 1:

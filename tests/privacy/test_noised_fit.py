@@ -6,6 +6,7 @@ That each step moves by a clipping norm at most is in test_conditional_sensitivi
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,35 @@ def test_the_result_says_that_its_sds_do_not_count_the_noise() -> None:
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_it_says_how_many_gradients_it_cut_and_names_a_norm(rate: float) -> None:
+    """By noised counts; the same run whose records do not say their lengths says nothing. At the norm that is named few
+    are cut, and nothing is said."""
+    silos, told = _rows(1500), []
+    rows = {name: torch.cat([silo[name] for silo in silos]) for name in ("x", "y")}
+    for norm, share in ((1.0, 0.01), (4.0, 0.01), (1.0, 0)):
+        algorithm = by_steps(local_steps=40, scale_rate=0.2, sampling_rate=rate, lengths_share=share)
+        privacy = dp(noise_multiplier=4.0, clipping_norm=norm)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", sf.SecureFVIWarning)
+            result = sf.fit(MODEL, silos, algorithm, sf.Plain(), privacy=privacy, noise_key=b"k", compile=False)
+        assert result.privacy is not None
+        told += [str(w.message) for w in seen if "were cut" in str(w.message)]
+        assert len(told) == 1
+        if not share:
+            assert "clipped" not in result.privacy
+            continue
+        beta = torch.as_tensor(result.posterior["beta"].mean).double()
+        lengths = ((rows["y"] - rows["x"] @ beta).unsqueeze(1) * rows["x"]).norm(dim=1)
+        cut, found = float((lengths > norm * math.sqrt(1 - share)).double().mean()), result.privacy["clipped"]
+        assert found["error"] < 0.05
+        assert abs(found["share"] - cut) < 3 * found["error"] + 0.01
+        assert abs(found["records"] - 1500) < 0.5 * 1500
+        assert f"{found['share']:.1%} (+- " in str(result.summary())
+    assert "clipping_norm = 1 " in told[0]
+    assert "at most are longer than 4," in told[0]
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
 def test_plan_run_ledger_and_report_give_one_number(rate: float, tmp_path: Path) -> None:
     """The noise that is planned is what a run takes, and what a ledger of that epsilon admits, and none of 1% less. The
     control is the plan of as many rounds of one sum."""
@@ -306,7 +336,8 @@ def _told(noise: float) -> float:
         for run in range(RUNS):
             gate.begin(run + 1, "round", 3, turn=run)
             said = silo.program.contribute(message, silo.local, silo.view._replace(turn=run), gate)[0].values
-            q = server.program.families.unpack(message.tensors["q"] + torch.from_numpy(said))
+            packed = message.tensors["q"]
+            q = server.program.families.unpack(packed + torch.from_numpy(said[: len(packed)]))
             means.append(float(q.mean()[0]))
         found.append(np.array(means))
     return float(abs(found[0].mean() - found[1].mean()) / math.sqrt((found[0].var() + found[1].var()) / 2))

@@ -276,7 +276,7 @@ def sfvi_row(
     norm = clip / math.sqrt(1 - share)  # so that gradients are cut alike
     privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=norm, noise="silo", retries=0)
     program = program_of(kind, privacy, rounds, rate, curvature_norm)
-    variance = noise_aware.variance_of(program.terms["round"], 1, norm)
+    variance = program.terms["round"].variance(1, norm)
     data = drawn(kind, records, fits, rng)
     found = simulated(program, kind, data, clip, math.sqrt(variance), rng)
     first = math.ceil(rounds * (1 - program.config.average_last))
@@ -366,7 +366,7 @@ def _adult_row(columns: str, fits: int, seed: int, data: Path | None) -> dict[st
     drawn_again = Data(beta, x, incomes)
     privacy = RecordDP(epsilon=ADULT_EPSILON, delta=ADULT_DELTA, clipping_norm=clip, noise="silo", retries=0)
     program = _program(tabular.MODEL, x.shape[1], privacy, ADULT_ROUNDS, ADULT_RATE)
-    variance = noise_aware.variance_of(program.terms["round"], 1, clip)
+    variance = program.terms["round"].variance(1, clip)
     found = simulated(program, "logistic", drawn_again, clip, math.sqrt(variance), rng)
     first = math.ceil(ADULT_ROUNDS * (1 - program.config.average_last))
     others, earned = _adult(columns, data, "test")
@@ -389,7 +389,7 @@ def _pvi_row(epsilon: float, fits: int, seed: int) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(seed)
     privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=SITE, noise="distributed", retries=0)
     packed = n + n * (n + 1) // 2
-    variance = noise_aware.variance_of(agree(privacy, SILOS, 1.0, 1, Extent(packed, 0, 0)), SILOS, SITE)
+    variance = agree(privacy, SILOS, 1.0, 1, Extent(packed, 0, 0)).variance(SILOS, SITE)
     data = drawn("linear", records, fits, rng)
     x, y = data.x.reshape(fits, SILOS, -1, n), data.y.reshape(fits, SILOS, -1, 1)
     precision = x.mT @ x

@@ -240,7 +240,7 @@ def measured(latents: str, children: int, epsilon: float, fits: int, seed: int) 
     kept = latents == "kept"
     model = six_cities.PROGRAM.model if kept else FederatedModel(integrated, record_plate="child")
     program = program_of(model, epsilon, KEPT_SAMPLES if kept else 1)
-    variance = noise_aware.variance_of(program.terms["round"], 1, CLIP)
+    variance = program.terms["round"].variance(1, CLIP)
     data = drawn(children, fits, rng)
     found = simulated(program, data, variance, rng)
     first, floor = math.ceil(ROUNDS * (1 - LAST)), declared(children)

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
-from secure_fvi.algorithms.noise_aware import of_sites, variance_of
+from secure_fvi.algorithms.noise_aware import of_sites
 from secure_fvi.algorithms.pvi import _SETTLING, _TURNOVERS, moved_by
 from secure_fvi.privacy.settings import Placement, RecordDP
 from secure_fvi.privacy.terms import Extent, agree
@@ -214,7 +214,7 @@ def _variance(
 ) -> float:
     """Of the noise in each number of a round's total."""
     privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=norm, noise=noise, retries=0)
-    return variance_of(agree(privacy, silos, 1.0, rounds, Extent(numbers, 0, 0)), silos, norm)
+    return agree(privacy, silos, 1.0, rounds, Extent(numbers, 0, 0)).variance(silos, norm)
 
 
 def _normal(shape: torch.Size, rng: torch.Generator) -> Tensor:

@@ -112,7 +112,12 @@ def _mode(kind: Kind, mode: str, sites: Tensor, silos: int) -> tuple[PVI | SFVI,
         of = SFVI(family="full", iterations=SFVI_ROUNDS, average_last=0.8, learning_rate=0.05, lengths_share=0)
         return of, Masked(), {"clipping_norm": CLIPPING[kind], "noise": "distributed"}
     if mode == "steps":
-        options: dict[str, Any] = {"local_steps": STEPS, "learning_rate": RATE, "scale_rate": SCALES}
+        options: dict[str, Any] = {
+            "local_steps": STEPS,
+            "learning_rate": RATE,
+            "scale_rate": SCALES,
+            "lengths_share": 0,
+        }
         stepped = PVI(family="full", rounds=1, damping=1.0, private="steps", **options)
         return stepped, Plain(), {"clipping_norm": NORM[kind], "noise": "silo"}
     parts = PARTS[kind] if mode == "parts" else 1
