@@ -8,9 +8,10 @@ sites, clipped and noised. Where noise hides the curvature there is no interval,
 
 Trials of an interval are coefficients, ten a fit; they are not quite independent. `best` is the mean sd over that of
 the exact posterior for whoever knows the curvature of cut gradients, and adds up all rounds; where rounds release it
-(`curvature_norm`), with the noise of gradients that share nothing. `declared`: the same fits with `least_information`,
-half of the least eigenvalue that any of a hundred made data sets has, of other truths and rows; of adult, half of what
-its test set has, times records.
+(`curvature_norm`), with the noise of gradients that share nothing but with counts of their lengths, as all here do
+(`lengths_share`). `cut`: the share of records that these say are cut, in the mean over fits. `declared`: the same fits
+with `least_information`, half of the least eigenvalue that any of a hundred made data sets has, of other truths and
+rows; of adult, half of what its test set has, times records.
 
 Cells of adult: the design of UCI Adult's 32,561 people, truths from the posterior of their incomes (Laplace's), incomes
 drawn again. "114 columns" are the example's, "12 columns" ones that many people share.
@@ -34,7 +35,7 @@ from torch.func import vmap
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms import noise_aware
-from secure_fvi.algorithms.base import NoiseAware
+from secure_fvi.algorithms.base import Clipped, NoiseAware
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.sfvi import SFVI, SFVIProgram
 from secure_fvi.algorithms.structured import global_units
@@ -54,6 +55,8 @@ DIMENSIONS, ROUNDS, DELTA, SILOS = 10, 300, 1e-5, 200
 CLIPPING = {"linear": 6.0, "logistic": 4.0}
 #: And of the curvature: the squared length of nine rows in ten, times the variance of an outcome, at most.
 CURVATURE = {"linear": 16.0, "logistic": 4.0}
+#: And norms that more reach: a third of a linear regression's, 2 and 6% of a logistic one's.
+MANY_CUT: tuple[tuple[Kind, float], ...] = (("linear", 3.0), ("logistic", 3.0), ("logistic", 2.2))
 SITE = 160.0
 EPSILONS, RECORDS = (0.3, 1.0, 3.0), (300, 3000)
 RATE = 0.05
@@ -97,6 +100,7 @@ class Fits(NamedTuple):
     z: Tensor  # (B, T, n)
     g: Tensor  # (B, T, n)
     h: Tensor  # (B, averaged, n, n) what rounds that are averaged released of the curvature; averaged 0: nothing
+    clipped: list[Clipped | None]  # what their counts told
     mean: Tensor  # (B, n)
     sd: Tensor  # (B, n)
 
@@ -112,6 +116,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             name += f", {row['rounds']} rounds"
         if row.get("curvature_norm") is not None:
             name += ", curvature"
+        if (cut := row.get("cut")) is not None:
+            name += f", {cut:.1%} cut"
         if row["given"]:
             rest = f"{interval(row):>24} {row['by_q']:6.3f} {_widths(row)}"
         else:
@@ -133,15 +139,16 @@ def _widths(row: dict[str, Any]) -> str:
 
 
 def measure(fits: int, seed: int = 0, adult: bool = False, data: Path | None = None) -> dict[str, Any]:
-    """Every cell of SFVI, those in which broadcasts stray, those in which rounds release the curvature, and those of
-    PVI; DESIGN's machine beside it. adult: its cells alone, of the folder `data`."""
+    """Every cell of SFVI, those in which broadcasts stray, those in which rounds release the curvature, those of norms
+    that cut many, and those of PVI; DESIGN's machine beside it. adult: its cells alone, of the folder `data`."""
     if adult:
         rows = [_adult_row(columns, fits, seed, data) for columns in ADULT]
         return {"machine": machine(), "rounds": ADULT_ROUNDS, "delta": ADULT_DELTA, "rows": rows}
     cells = [(kind, n, e) for kind in ("linear", "logistic") for n in RECORDS for e in EPSILONS]
     rows = [sfvi_row(kind, n, e, fits, seed, declares=True) for kind, n, e in cells]  # type: ignore[arg-type]
-    rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, *FAR, declares=True) for e in FAR_EPSILONS]
+    rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, FAR, declares=True) for e in FAR_EPSILONS]
     rows += [sfvi_row(kind, n, e, fits, seed, curvature_norm=CURVATURE[kind]) for kind, n, e in cells]  # type: ignore[arg-type]
+    rows += [sfvi_row(kind, RECORDS[-1], EPSILONS[-1], fits, seed, norm=norm) for kind, norm in MANY_CUT]
     rows += [_pvi_row(e, fits, seed) for e in EPSILONS]
     return {"machine": machine(), "rounds": ROUNDS, "delta": DELTA, "rows": rows}
 
@@ -176,8 +183,7 @@ def _program(
     """That all silos are here changes no number."""
     rows = {"x": torch.zeros(2, columns, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
     algorithm = SFVI(
-        family="full", iterations=rounds, average_last=0.8, learning_rate=rate, curvature_norm=curvature_norm,
-        lengths_share=0,
+        family="full", iterations=rounds, average_last=0.8, learning_rate=rate, curvature_norm=curvature_norm
     )  # fmt: skip
     parties = build_parties(model, [rows], algorithm, Plain(), privacy=privacy, noise_key=b"bench", compile=False)
     program = parties.server.program
@@ -212,12 +218,13 @@ def moving(program: SFVIProgram) -> Callable[..., tuple[Params, Params, Params]]
 
 
 def simulated(
-    program: SFVIProgram, kind: Kind, data: Data, clip: float, sd: float, rng: torch.Generator, alike: bool = False
+    program: SFVIProgram, kind: Kind, data: Data, sd: float, rng: torch.Generator, alike: bool = False
 ) -> Fits:
     """All rounds of all fits. sd: of the noise in each number of a total. alike: with the job's own public draws, the
     same in all fits, in place of draws of their own."""
-    fits, config, curved = len(data.beta), program.config, program.curved
-    clip = clip if curved is None else curved.gradient
+    fits, config, curved, lengths = len(data.beta), program.config, program.curved, program.lengths
+    assert lengths is not None
+    clip, edges = lengths.gradient, torch.tensor(lengths.edges, dtype=torch.float64)
     start = program.init()
     eta, moments = (of_each(of, fits) for of in (start.eta, start.moments))
     average = {f"eta/{name}": v for name, v in eta.items()}
@@ -225,7 +232,7 @@ def simulated(
     eps, norms = start.eps.expand(fits, -1), data.x.norm(dim=-1)
     z = draw(eta, eps)
     broadcasts, totals, released = [], [], []
-    averaged = 0
+    averaged, counts = 0, torch.zeros(fits, len(edges) + 1, dtype=torch.float64)
     for round_ in range(config.iterations):
         mean = _predictor(data.x, z)
         residual = data.y - (mean if kind == "linear" else mean.sigmoid())
@@ -235,6 +242,10 @@ def simulated(
         broadcasts.append(z)
         totals.append(total)
         averaged += round_ >= config.iterations * (1 - config.average_last)
+        if averaged:
+            places = torch.bucketize(residual.abs() * norms, edges)
+            counts += torch.nn.functional.one_hot(places, len(edges) + 1).sum(1)
+            counts += sd / lengths.unit * torch.randn(counts.shape, generator=rng, dtype=torch.float64)
         if averaged and curved is not None:
             weight = torch.ones_like(mean) if kind == "linear" else mean.sigmoid() * (-mean).sigmoid()
             weight = weight * (residual.abs() * norms < clip)
@@ -249,7 +260,8 @@ def simulated(
     ended = {name.removeprefix("eta/"): value for name, value in average.items()}
     sds = vmap(program.family.stddev)(ended)
     h = torch.stack(released, 1) if released else z.new_zeros(fits, 0, 0, 0)
-    return Fits(torch.stack(broadcasts, 1), torch.stack(totals, 1), h, ended["loc"], sds)
+    told = [Clipped.of(lengths.edges, of / averaged, (sd / lengths.unit) ** 2 / averaged) for of in counts]
+    return Fits(torch.stack(broadcasts, 1), torch.stack(totals, 1), h, told, ended["loc"], sds)
 
 
 def _summed(data: Data, weight: Tensor) -> Tensor:
@@ -265,29 +277,32 @@ def _noise(fits: int, n: int, rng: torch.Generator) -> Tensor:
 
 
 def sfvi_row(
-    kind: Kind, records: int, epsilon: float, fits: int, seed: int, rounds: int = ROUNDS, rate: float = RATE,
-    declares: bool = False, curvature_norm: float | None = None,
+    kind: Kind, records: int, epsilon: float, fits: int, seed: int, pace: tuple[int, float] = (ROUNDS, RATE),
+    declares: bool = False, curvature_norm: float | None = None, norm: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A cell of SFVI; declares: also with `least_information`; curvature_norm: rounds release the curvature. `strayed`:
-    the sd of a row's linear predictor over the broadcasts that are averaged."""
-    clip = CLIPPING[kind]
+    """A cell of SFVI. pace: rounds and learning rate; declares: also with `least_information`; curvature_norm: rounds
+    release the curvature; norm: to which gradients are cut, in place of one that few reach. `strayed`: the sd of a
+    row's linear predictor over the broadcasts that are averaged."""
+    (rounds, rate), clip = pace, CLIPPING[kind] if norm is None else norm
     rng = torch.Generator().manual_seed(seed)
     share = 0.0 if curvature_norm is None else SFVI().curvature_share
-    norm = clip / math.sqrt(1 - share)  # so that gradients are cut alike
-    privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=norm, noise="silo", retries=0)
+    whole = clip / math.sqrt((1 - share) * (1 - SFVI().lengths_share))  # so that gradients are cut alike
+    privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=whole, noise="silo", retries=0)
     program = program_of(kind, privacy, rounds, rate, curvature_norm)
-    variance = program.terms["round"].variance(1, norm)
+    variance = program.terms["round"].variance(1, whole)
     data = drawn(kind, records, fits, rng)
-    found = simulated(program, kind, data, clip, math.sqrt(variance), rng)
+    found = simulated(program, kind, data, math.sqrt(variance), rng)
     first = math.ceil(rounds * (1 - program.config.average_last))
     floor = declared(kind, records) if declares else None
-    answers, narrowed = _answers(program, found, first, variance, clip, floor)
+    answers, narrowed = _answers(program, found, first, variance, floor)
     q = (found.mean - data.beta).abs() < 1.96 * found.sd
     best = _best_sd(*_cut(kind, data, clip), (1 - share) * variance / rounds)
+    cut = [told.share for told in found.clipped if told is not None]
     strayed = float(found.z[:, first:].var(1).sum(1).mean().sqrt())
     return {
         "algorithm": "SFVI", "kind": kind, "records": records, "rounds": rounds, "rate": rate, "strayed": strayed,
         "curvature_norm": curvature_norm, **_told(answers, data.beta, q, best), **_of(privacy),
+        "cut": sum(cut) / len(cut) if cut else None,
         **({} if floor is None else {"declared": _declared(floor, narrowed, data.beta, q, best)}),
     }  # fmt: skip
 
@@ -316,18 +331,19 @@ def traced(
 
 
 def _answers(
-    program: SFVIProgram, found: Fits, first: int, variance: float, clip: float, floor: float | None
+    program: SFVIProgram, found: Fits, first: int, variance: float, floor: float | None
 ) -> tuple[list[NoiseAware | str], list[NoiseAware | str]]:
     """Of the rounds from `first` on: without `least_information`, and where it is `floor`."""
-    n, answers, narrowed, curved = found.mean.shape[1], [], [], program.curved
-    clip = clip if curved is None else curved.gradient
+    n, answers, narrowed, curved, lengths = found.mean.shape[1], [], [], program.curved, program.lengths
+    assert lengths is not None
     line = bool(noise_aware.straight(program.problem))
     prior = Natural(torch.zeros(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64))
-    for z, g, h in zip(found.z[:, first:], found.g[:, first:], found.h, strict=True):
+    for z, g, h, told in zip(found.z[:, first:], found.g[:, first:], found.h, found.clipped, strict=True):
         seen = traced(z, g, variance) if curved is None else traced(z, g, variance, h, curved.unit)
-        answers.append(noise_aware.of_gradients(*seen, prior, clip, line))
+        said = *seen, prior, lengths.gradient, line, False
+        answers.append(noise_aware.of_gradients(*said, clipped=told))
         if floor is not None:
-            narrowed.append(noise_aware.of_gradients(*seen, prior, clip, line, floor=floor))
+            narrowed.append(noise_aware.of_gradients(*said, floor, told))
     return answers, narrowed
 
 
@@ -364,16 +380,17 @@ def _adult_row(columns: str, fits: int, seed: int, data: Path | None) -> dict[st
     beta = centre + torch.randn(fits, len(centre), generator=rng, dtype=x.dtype) @ root.mT
     incomes = (torch.rand(fits, len(x), generator=rng, dtype=x.dtype) < (beta @ x.mT).sigmoid()).double()
     drawn_again = Data(beta, x, incomes)
-    privacy = RecordDP(epsilon=ADULT_EPSILON, delta=ADULT_DELTA, clipping_norm=clip, noise="silo", retries=0)
+    whole = clip / math.sqrt(1 - SFVI().lengths_share)
+    privacy = RecordDP(epsilon=ADULT_EPSILON, delta=ADULT_DELTA, clipping_norm=whole, noise="silo", retries=0)
     program = _program(tabular.MODEL, x.shape[1], privacy, ADULT_ROUNDS, ADULT_RATE)
-    variance = program.terms["round"].variance(1, clip)
-    found = simulated(program, "logistic", drawn_again, clip, math.sqrt(variance), rng)
+    variance = program.terms["round"].variance(1, whole)
+    found = simulated(program, "logistic", drawn_again, math.sqrt(variance), rng)
     first = math.ceil(ADULT_ROUNDS * (1 - program.config.average_last))
     others, earned = _adult(columns, data, "test")
     other = Data(laplace("logistic", others, earned)[0].unsqueeze(0), others, earned.unsqueeze(0))
     least = float(torch.linalg.eigvalsh(_cut("logistic", other, clip)[0][0])[0])
     floor = max(SURELY * least * len(x) / len(others), 1e-9)
-    answers, narrowed = _answers(program, found, first, variance, clip, floor)
+    answers, narrowed = _answers(program, found, first, variance, floor)
     q = (found.mean - beta).abs() < 1.96 * found.sd
     given = any(not isinstance(answer, str) for answer in answers)
     best = _best_sd(*_cut("logistic", drawn_again, clip), variance / ADULT_ROUNDS) if given else found.sd
@@ -381,6 +398,7 @@ def _adult_row(columns: str, fits: int, seed: int, data: Path | None) -> dict[st
         "algorithm": f"adult, {columns},", "kind": "logistic", "records": len(x),
         "because": dict(Counter(answer.split(" (")[0] for answer in answers if isinstance(answer, str))),
         **_told(answers, beta, q, best), "declared": _declared(floor, narrowed, beta, q, best), **_of(privacy),
+        "cut": sum(told.share for told in found.clipped if told is not None) / fits,
     }  # fmt: skip
 
 
