@@ -1069,7 +1069,7 @@ def _by_gradient(setting: Setting, longest: bool) -> tuple[int, int]:
     """Silo and place of the record with the longest gradient at the first broadcast, or with one of median length."""
     pooled(setting.silos)  # refuses arguments that have no row a record
     algorithm = setting.algorithm if setting.by_gradients else SFVI()
-    algorithm = replace(algorithm, curvature_norm=None, lengths_share=0)  # which have gradients cut before the gate
+    algorithm = replace(algorithm, curvature_norm=0, lengths_share=0)  # which have gradients cut before the gate
     setting = replace(setting, algorithm=algorithm, privacy=_any_noise(setting.privacy))
     shadow = Shadow(setting, setting.silos, only=range(len(setting.silos)), always=True)
     norms = shadow.record_norms(_first_broadcast(setting))

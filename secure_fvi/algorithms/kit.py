@@ -440,6 +440,32 @@ def poisson_rows(view: SiloView, key: int, rate: float, device: torch.device) ->
     return None if rows is None else torch.from_numpy(at_least_two(rows, view.size)).to(device)
 
 
+# ---- A program looked at on made records ----
+
+#: Why a program serves for nothing that asks for its curvature.
+NOT_TWICE = (
+    "PyTorch has no second derivative of the program, so that it is not seen whether the likelihood is a parabola; "
+    "write it with other operations"
+)
+#: Made records, and the seed of their numbers.
+_MADE, _MADE_SEED = 4, 20_250_503
+
+
+def on_made(problem: Problem) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The log-likelihood of a model without other latents than Z_G, on made records, whose numbers are uniform ones, so
+    that the data are not asked; and a Z_G (n_global,) to begin with."""
+    rng = torch.Generator().manual_seed(_MADE_SEED)
+    rows = {
+        name: (torch.rand(v.shape, generator=rng, dtype=v.dtype) if v.is_floating_point() else v).to(problem.device)
+        for name, v in problem.schema.dummy_rows(_MADE).items()
+    }
+
+    def log_p(z: Tensor) -> Tensor:
+        return problem.density.evaluate(z, z.new_zeros(0), z.new_zeros(_MADE, 0), {}, rows).records.sum()
+
+    return log_p, problem.start.z_global.to(problem.device, problem.dtype)
+
+
 # ---- Records by themselves, under record privacy ----
 
 #: Rows of a block of per-record gradients at least, and numbers in one above which it has fewer than at most: powers of

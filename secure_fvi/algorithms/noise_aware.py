@@ -78,6 +78,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import Clipped, NoiseAware, Problem
+from secure_fvi.algorithms.kit import on_made
 from secure_fvi.algorithms.natural import Natural, quadratic
 
 #: Global dimensions at most: the curvature has as many squared.
@@ -111,11 +112,6 @@ NO_PARABOLA = (
     "the likelihood is no parabola, so that the noised sum of the sites of a round, each found around another q than "
     "the last, is not the likelihood's near the end; SFVI counts the noise there"
 )
-#: Why there is none of a program whose curvature nobody can ask for.
-NOT_TWICE = (
-    "PyTorch has no second derivative of the program, so that it is not seen whether the likelihood is a parabola; "
-    "write it with other operations"
-)
 #: Why there is none of totals that no reader could use.
 NOT_FINITE = "a broadcast or total is not finite, or too large to square"
 #: Why a job without privacy declares no `least_information`.
@@ -133,8 +129,6 @@ _DRAWS, _NUMBERS, _FEWEST = 160, 200_000, 32
 _POWER, _SETTLE, _WORTH, _STEP, _SAME_POWER, _TURNS = 1 / 300, 4, 0.5, 1.05, 1.001, 16
 #: Share of noise off the diagonal from which it counts as more; of the most precise entry, up to which one is unseen.
 _SPARED, _UNSEEN = 1e-9, 1e-8
-#: Made records at which the program is looked at.
-_MADE = 4
 _SEED = 20_250_503
 #: Of an eigenvalue of H: the least, over the prior's curvature; points of its grid in the logarithm, and around where
 #: the likelihood is largest; so many standard errors to either side. And half a normal's central 95%, in sds.
@@ -210,21 +204,10 @@ def _with(curved: Released, h: Tensor, one: float) -> Released:
 
 
 def straight(problem: Problem) -> bool | None:
-    """Whether the log-likelihood is a parabola in Z_G: of a model without other latents, on made records, whose numbers
-    are uniform ones, so that the data are not asked. None: PyTorch has no second derivative of the program."""
-    rng = torch.Generator().manual_seed(_SEED)
-    made = problem.schema.dummy_rows(_MADE)
-    rows = {
-        name: (torch.rand(v.shape, generator=rng, dtype=v.dtype) if v.is_floating_point() else v).to(problem.device)
-        for name, v in made.items()
-    }
-    at = problem.start.z_global.to(problem.device, problem.dtype)
-
-    def log_p(z: Tensor) -> Tensor:
-        return problem.density.evaluate(z, z.new_zeros(0), z.new_zeros(_MADE, 0), {}, rows).records.sum()
-
+    """Whether the log-likelihood is a parabola in Z_G, of a model without other latents. None: PyTorch has no second
+    derivative of the program."""
     try:
-        return quadratic(log_p, at, True, problem.dtype) is not None
+        return quadratic(*on_made(problem), True, problem.dtype) is not None
     except RuntimeError:  # NotImplementedError is one
         return None
 

@@ -70,7 +70,7 @@ from secure_fvi.algorithms.base import (
     choose_cohort,
     fixed_length,
 )
-from secure_fvi.algorithms.kit import LENGTHS, Answer, FitAnswer, Program, Sum, Totals
+from secure_fvi.algorithms.kit import LENGTHS, NOT_TWICE, Answer, FitAnswer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, EXACT, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import MOST_LOST, Natural, distance, nothing, to_eta
 from secure_fvi.algorithms.prior import Prior
@@ -775,7 +775,7 @@ class PVIProgram(Program):
             return noise_aware.NOT_NORMAL
         line = noise_aware.straight(self.problem)
         if not line:
-            return noise_aware.NOT_TWICE if line is None else noise_aware.NO_PARABOLA
+            return NOT_TWICE if line is None else noise_aware.NO_PARABOLA
         if not state.firsts:
             return "a silo was missing in " + ("every round that counts" if self.averaged else "the first round")
         if terms.adaptive and state.firsts > 1:

@@ -17,14 +17,16 @@ A warm start is a few rounds of SFVI-Avg before the first one (S3.2: five such r
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import jacrev
 
 from secure_fvi.aggregation.base import Block
 from secure_fvi.algorithms import refining
@@ -47,6 +49,7 @@ from secure_fvi.algorithms.base import (
 from secure_fvi.algorithms.kit import (
     FEWEST_ROWS,
     LENGTHS,
+    NOT_TWICE,
     Answer,
     Blocks,
     Program,
@@ -57,6 +60,7 @@ from secure_fvi.algorithms.kit import (
     at_least_two,
     blocks_of,
     evaluated,
+    on_made,
     rows_at_once,
     warn_one_by_one,
 )
@@ -94,8 +98,10 @@ from secure_fvi.options import (
     Count,
     Fraction,
     Inside,
+    NotNegative,
     Part,
     Positive,
+    Says,
     Share,
     Spread,
     Whole,
@@ -124,6 +130,8 @@ _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
 #: Dimensions up to which a diagonal q is held against the curvature, which has as many squared; how many times as wide
 #: a posterior is worth a warning, as far as sds of a converged run may be off (`final_server.SD_WITHIN`); sites named.
 _LOOKED_AT, _MUCH_WIDER, _NAMED = 1000, 1.15, 4
+#: Of the squared norm of gradients, the default norm of curvature, and the most dimensions in which there is one.
+_CURVED, _CURVED_UP_TO = 0.4, 20
 #: Of norms to which a record's curvature, and beside it its gradient, is cut.
 _LARGEST_NORM = 2.0**60
 #: The first key of the draws at the final q; those of rounds are smaller.
@@ -149,6 +157,9 @@ class WarmStart:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+Curvature = Annotated[NotNegative | Literal["auto"], Says("must be 'auto', or at least 0 and finite")]
 
 
 @dataclass(frozen=True)
@@ -200,12 +211,14 @@ class SFVI:
     """Under differential privacy, a public assumption that narrows intervals: the data's Fisher information about Z_G
     (n_global, in unconstrained space, of gradients as they are clipped) has no eigenvalue below it. Say it from what is
     known without the data; where totals rule it out it is not used, and the run warns."""
-    curvature_norm: Positive | None = None
+    curvature_norm: Curvature = "auto"
     """Under `RecordDP`, so that intervals are narrower where totals alone hardly tell how much data say: each record's
     part of a sum holds the curvature of its gradient as well (n_global x n_global, in unconstrained space), clipped to
-    this Frobenius norm, and noised with it; None: it does not. Of a regression that is the squared length of a row, as
+    this Frobenius norm, and noised with it; 0: it does not. Of a regression that is the squared length of a row, as
     long as rows are, times the variance of an outcome over its dispersion squared (linear: 1 over the variance of
-    errors; logistic: a quarter)."""
+    errors; logistic: a quarter). "auto": four tenths of the square of the norm to which gradients are cut, since
+    squares of gradients are as long as that in the mean (Bartlett's identity), where intervals count the noise and
+    n_global is 20 at most; of more it takes long."""
     curvature_share: Inside = 0.3
     """Of the square of `clipping_norm`, what the curvature has; gradients have the rest: to cut them no more than
     without, let that norm be 1.2 times as long."""
@@ -242,7 +255,7 @@ class SFVI:
 
     def declare(self, silos: int, private: bool) -> Declaration:
         what = "gradients of its part of the bound, in the global latents and the model's parameters, and that part"
-        if self.curvature_norm is not None:
+        if self.curvature_norm and (private or self.curvature_norm != "auto"):
             what += "; the curvature of these gradients"
         if private and self.lengths_share:
             what += "; under record privacy, how many records' gradients are how long"
@@ -390,32 +403,51 @@ class SFVIProgram(StructuredProgram):
         if not share or not isinstance(privacy, RecordDP):
             return None
         length = _length(privacy)
-        kept = 1 - share if self.config.curvature_norm is None else self._of_gradients
-        return Lengths(length * math.sqrt(kept), length * math.sqrt(share))
+        return Lengths(length * math.sqrt(self._of_gradients), length * math.sqrt(share))
 
     @property
     def _of_gradients(self) -> float:
-        """Share of the square of the norm that gradients have which release their curvature."""
-        return (1 - self.config.lengths_share) * (1 - self.config.curvature_share)
+        """Share of the square of the norm that gradients have."""
+        return (1 - self.config.lengths_share) * (1 - self.config.curvature_share * bool(self._bent))
 
-    def _curved(self) -> Curved | None:
-        """How records say their curvature, where they do."""
-        norm, share, privacy = self.config.curvature_norm, self.config.curvature_share, self.problem.privacy
-        if norm is None:
-            return None
+    @functools.cached_property
+    def _bent(self) -> float:
+        """The norm to which a record's curvature is cut; 0: records do not say it. Raises InputError where they should
+        and it would serve for nothing."""
+        config, privacy = self.config, self.problem.privacy
+        norm, auto = config.curvature_norm, config.curvature_norm == "auto"
+        if not norm or (auto and not (self.by_record and self.family.n <= _CURVED_UP_TO)):
+            return 0.0
         if not isinstance(privacy, RecordDP):
             raise InputError("curvature_norm is for intervals that count the noise of RecordDP; leave it out")
-        why = self._uncounted or (noise_aware.NOT_TWICE if noise_aware.straight(self.problem) is None else "")
+        length, why = _length(privacy), self._uncounted
+        if not why:
+            log_p, at = on_made(self.problem)
+            try:
+                jacrev(jacrev(log_p))(at)
+            except RuntimeError:  # NotImplementedError is one
+                why = NOT_TWICE
+        if norm == "auto":
+            norm = _CURVED * length**2 * (1 - config.lengths_share) * (1 - config.curvature_share)
+        room = all(1 / _LARGEST_NORM <= one <= _LARGEST_NORM for one in (norm, length))
+        if auto:
+            return norm if room and not why else 0.0
         if why:
             raise InputError(f"curvature_norm is for intervals that count the noise, and here are none: {why}")
-        length = _length(privacy)
-        if not all(1 / _LARGEST_NORM <= one <= _LARGEST_NORM for one in (norm, length)):  # or each record would fail
+        if not room:  # each record would fail
             raise InputError(
                 f"curvature_norm = {norm:g} with clipping_norm = {privacy.clipping_norm:g}: a norm whose square has no "
                 "room in floating point; rescale the data or the parameters"
             )
-        rest = share * (1 - self.config.lengths_share)
-        return Curved(length * math.sqrt(self._of_gradients), norm, length * math.sqrt(rest) / norm)
+        return norm
+
+    def _curved(self) -> Curved | None:
+        """How records say their curvature, where they do."""
+        if not self._bent:
+            return None
+        assert isinstance(self.problem.privacy, RecordDP)
+        length, rest = _length(self.problem.privacy), self.config.curvature_share * (1 - self.config.lengths_share)
+        return Curved(length * math.sqrt(self._of_gradients), self._bent, length * math.sqrt(rest) / self._bent)
 
     def _trace(self) -> None:
         """What is traced of both halves: whole steps."""
@@ -618,7 +650,7 @@ class SFVIProgram(StructuredProgram):
             return self._uncounted
         norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, noise_aware.straight(self.problem)
         if line is None:
-            return noise_aware.NOT_TWICE
+            return NOT_TWICE
         norm = norm if self.curved is None else self.curved.gradient
         norm = norm if self.by_record or not line else math.nan
         sampled, floor = self.config.sampling_rate < 1, self.config.least_information

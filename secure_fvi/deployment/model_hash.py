@@ -161,7 +161,7 @@ def _settings(config: Config) -> dict[str, Any]:
     for table, options in tables.items():
         for name, value in options.items():
             if value is not None and (name == "bound" or name.endswith(("_bound", "_norm"))):
-                settings[f"{table}.{name}"] = float(value)
+                settings[f"{table}.{name}"] = value if isinstance(value, str) else float(value)
     return settings
 
 

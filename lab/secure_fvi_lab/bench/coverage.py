@@ -53,8 +53,6 @@ Kind = Literal["linear", "logistic"]
 DIMENSIONS, ROUNDS, DELTA, SILOS = 10, 300, 1e-5, 200
 #: A norm that few gradients reach: a clipped logistic score is biased, and that is not what is measured.
 CLIPPING = {"linear": 6.0, "logistic": 4.0}
-#: And of the curvature: the squared length of nine rows in ten, times the variance of an outcome, at most.
-CURVATURE = {"linear": 16.0, "logistic": 4.0}
 #: And norms that more reach: a third of a linear regression's, 2 and 6% of a logistic one's.
 MANY_CUT: tuple[tuple[Kind, float], ...] = (("linear", 3.0), ("logistic", 3.0), ("logistic", 2.2))
 SITE = 160.0
@@ -114,7 +112,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             yield f"  {count} of {row['fits']}: {because}"
         if row.get("rounds", ROUNDS) != ROUNDS:
             name += f", {row['rounds']} rounds"
-        if row.get("curvature_norm") is not None:
+        if row.get("curvature_norm"):
             name += ", curvature"
         if (cut := row.get("cut")) is not None:
             name += f", {cut:.1%} cut"
@@ -147,8 +145,9 @@ def measure(fits: int, seed: int = 0, adult: bool = False, data: Path | None = N
     cells = [(kind, n, e) for kind in ("linear", "logistic") for n in RECORDS for e in EPSILONS]
     rows = [sfvi_row(kind, n, e, fits, seed, declares=True) for kind, n, e in cells]  # type: ignore[arg-type]
     rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, FAR, declares=True) for e in FAR_EPSILONS]
-    rows += [sfvi_row(kind, n, e, fits, seed, curvature_norm=CURVATURE[kind]) for kind, n, e in cells]  # type: ignore[arg-type]
-    rows += [sfvi_row(kind, RECORDS[-1], EPSILONS[-1], fits, seed, norm=norm) for kind, norm in MANY_CUT]
+    rows += [sfvi_row(kind, n, e, fits, seed, curvature_norm="auto") for kind, n, e in cells]  # type: ignore[arg-type]
+    for kind, norm in MANY_CUT:
+        rows.append(sfvi_row(kind, RECORDS[-1], EPSILONS[-1], fits, seed, curvature_norm="auto", norm=norm))
     rows += [_pvi_row(e, fits, seed) for e in EPSILONS]
     return {"machine": machine(), "rounds": ROUNDS, "delta": DELTA, "rows": rows}
 
@@ -165,7 +164,7 @@ def drawn(kind: Kind, records: int, fits: int, rng: torch.Generator) -> Data:
 
 
 def program_of(
-    kind: Kind, privacy: RecordDP, rounds: int, rate: float = RATE, curvature_norm: float | None = None
+    kind: Kind, privacy: RecordDP, rounds: int, rate: float = RATE, curvature_norm: float | Literal["auto"] = 0
 ) -> SFVIProgram:
     """SFVI on the model of a cell."""
     model = FederatedModel({"linear": linear, "logistic": logistic}[kind], record_plate="row")
@@ -178,7 +177,7 @@ def _program(
     privacy: RecordDP,
     rounds: int,
     rate: float,
-    curvature_norm: float | None = None,
+    curvature_norm: float | Literal["auto"] = 0,
 ) -> SFVIProgram:
     """That all silos are here changes no number."""
     rows = {"x": torch.zeros(2, columns, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
@@ -278,14 +277,14 @@ def _noise(fits: int, n: int, rng: torch.Generator) -> Tensor:
 
 def sfvi_row(
     kind: Kind, records: int, epsilon: float, fits: int, seed: int, pace: tuple[int, float] = (ROUNDS, RATE),
-    declares: bool = False, curvature_norm: float | None = None, norm: float | None = None,
+    declares: bool = False, curvature_norm: float | Literal["auto"] = 0, norm: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A cell of SFVI. pace: rounds and learning rate; declares: also with `least_information`; curvature_norm: rounds
     release the curvature; norm: to which gradients are cut, in place of one that few reach. `strayed`: the sd of a
     row's linear predictor over the broadcasts that are averaged."""
     (rounds, rate), clip = pace, CLIPPING[kind] if norm is None else norm
     rng = torch.Generator().manual_seed(seed)
-    share = 0.0 if curvature_norm is None else SFVI().curvature_share
+    share = SFVI().curvature_share if curvature_norm else 0.0
     whole = clip / math.sqrt((1 - share) * (1 - SFVI().lengths_share))  # so that gradients are cut alike
     privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=whole, noise="silo", retries=0)
     program = program_of(kind, privacy, rounds, rate, curvature_norm)

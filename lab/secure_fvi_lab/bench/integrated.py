@@ -137,7 +137,7 @@ def program_of(model: FederatedModel, epsilon: float, samples: int = 1) -> SFVIP
     privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=CLIP, noise="silo", retries=0)
     algorithm = SFVI(
         family="full", iterations=ROUNDS, average_last=LAST, learning_rate=RATE, importance_samples=samples,
-        lengths_share=0,
+        lengths_share=0, curvature_norm=0,
     )  # fmt: skip
     rows = {name: value[:4] for name, value in six_cities.load().records.items()}
     parties = build_parties(model, [rows], algorithm, Plain(), privacy=privacy, noise_key=b"bench", compile=False)

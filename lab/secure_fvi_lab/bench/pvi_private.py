@@ -109,7 +109,14 @@ def _row(kind: Kind, mode: str, silos: int, epsilon: float, fits: int, seed: int
 def _mode(kind: Kind, mode: str, sites: Tensor, silos: int) -> tuple[PVI | SFVI, SecureSum, dict[str, Any]]:
     """The algorithm, its sums and options of its privacy. sites: those of single records (N, packed)."""
     if mode == "sfvi":
-        of = SFVI(family="full", iterations=SFVI_ROUNDS, average_last=0.8, learning_rate=0.05, lengths_share=0)
+        of = SFVI(
+            family="full",
+            iterations=SFVI_ROUNDS,
+            average_last=0.8,
+            learning_rate=0.05,
+            lengths_share=0,
+            curvature_norm=0,
+        )
         return of, Masked(), {"clipping_norm": CLIPPING[kind], "noise": "distributed"}
     if mode == "steps":
         options: dict[str, Any] = {
