@@ -49,6 +49,9 @@ gradients are cut, all on one side, or curved otherwise. At the end broadcasts a
 over halves of the rounds differ by less than that noise; if by more (chi-squared, `LEAST_ALIKE`), or if broadcasts
 themselves still moved by more than they scatter (`MOST_MOVED`), there is no interval.
 On a likelihood that is a parabola a run may walk about, and lines that are fitted to each half have to differ as well.
+Where in the mean of the rounds the posterior's slope is more than noise (`LEAST_ALIKE`) the mode is found from afar, by
+the curvature: not by what rounds released of it, which is cut, and not at all where gradients are cut there, or may be:
+on the way all are cut on one side, and a line over broadcasts that hardly move follows them.
 
 Clipping. Let a record's gradient be cut by a factor c <= 1. If the cut scores are still zero in the mean at the truth
 (residuals that are symmetric), their curvature H is E[c g g'] and their variance E[c^2 g g'] is no larger: intervals
@@ -99,6 +102,8 @@ MOST_BENT = 1.0
 #: their priors', in the median; and, where totals vary by more than so many times their noise, half of that, and the
 #: variance of a record's linear predictor over broadcasts, over that of its own noise.
 _NO_LINE, MOST_WANDER, MOST_VARIED, MOST_SWAY = 4.0, 1.0, 2.0, 1.0
+#: Share of records whose gradients are cut, up to which they may be told of from off the mode.
+_FEW_CUT = 0.02
 #: Share of records whose gradients of a parabola are cut, up to which they count as a line.
 MOST_CUT = 0.5
 #: Sds of the data by which cuts move the slope, over what `_moved` has of it.
@@ -116,6 +121,11 @@ NO_PARABOLA = (
 NOT_FINITE = "a broadcast or total is not finite, or too large to square"
 #: Why a job without privacy declares no `least_information`.
 NO_NOISE = "least_information is for intervals that count the noise of privacy; without privacy leave it out"
+#: Why there is none of rounds of which that is seen.
+ON_ITS_WAY = (
+    "the rounds that are averaged began while the run was still on its way ({}); more iterations, a larger "
+    "learning_rate, or a smaller average_last leave the way out"
+)
 #: Why there is none under a prior that is not.
 NOT_NORMAL = (
     "the prior is not normal (in unconstrained space), and where the posterior is no normal stands for it; normal or "
@@ -251,20 +261,19 @@ def of_gradients(
     moved = (half.z - rest.z).abs() / (rest.zz.diagonal() / rest.weight).sqrt()
     far = not line and float(moved.max()) > MOST_MOVED
     prior = Natural(*_full(prior))
-    # From far the mode is found by the curvature itself, of which what rounds release is cut: too short.
-    steep = bool(trace.curved.weight) and _ended(trace, prior, excess) < LEAST_ALIKE
-    if far or steep or max(_alike(half, rest, line) for line in (False, may_walk)) < LEAST_ALIKE:
-        return (
-            "the rounds that are averaged began while the run was still on its way ("
-            + ("in their mean the posterior's slope is" if steep else "their two halves differ by")
-            + " more than noise); more iterations, or a smaller average_last, leave the way out"
-        )
+    if far or max(_alike(half, rest, line) for line in (False, may_walk)) < LEAST_ALIKE:
+        return ON_ITS_WAY.format("their two halves differ by more than noise")
     off = 0.0 if sampled else (left - freedom) / math.sqrt(2 * freedom)
     if line and (why := _cut_everywhere(told, trace, prior, norm, freedom, off)):
         return (
             f"broadcasts stray so far that gradients are cut wherever they are ({why}); a smaller learning_rate, "
             'schedule = "cosine" or more records keep them near'
         )
+    if _ended(trace, prior, excess) < LEAST_ALIKE:  # the mode is found from afar, by the curvature
+        many = clipped is None or clipped.share - 2 * clipped.error > _FEW_CUT
+        if many and not math.isnan(norm):
+            return ON_ITS_WAY.format("their mean is off the mode by more than noise, and gradients are cut there")
+        trace = trace._replace(curved=trace.curved._replace(weight=0.0))  # of what rounds release some is cut
     strayed = (0.0 if line else norm) * told.precision.diagonal() / trace.weight
     told = _with_released(told._replace(precision=told.precision / excess, strayed=strayed), trace)
     apart = float((told.estimate.diagonal().square() * told.precision.diagonal()).mean())

@@ -131,7 +131,7 @@ _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
 #: a posterior is worth a warning, as far as sds of a converged run may be off (`final_server.SD_WITHIN`); sites named.
 _LOOKED_AT, _MUCH_WIDER, _NAMED = 1000, 1.15, 4
 #: Of the squared norm of gradients, the default norm of curvature, and the most dimensions in which there is one.
-_CURVED, _CURVED_UP_TO = 0.4, 20
+_CURVED, _CURVED_UP_TO = 0.3, 20
 #: Of norms to which a record's curvature, and beside it its gradient, is cut.
 _LARGEST_NORM = 2.0**60
 #: The first key of the draws at the final q; those of rounds are smaller.
@@ -216,7 +216,7 @@ class SFVI:
     part of a sum holds the curvature of its gradient as well (n_global x n_global, in unconstrained space), clipped to
     this Frobenius norm, and noised with it; 0: it does not. Of a regression that is the squared length of a row, as
     long as rows are, times the variance of an outcome over its dispersion squared (linear: 1 over the variance of
-    errors; logistic: a quarter). "auto": four tenths of the square of the norm to which gradients are cut, since
+    errors; logistic: a quarter). "auto": three tenths of the square of the norm to which gradients are cut, since
     squares of gradients are as long as that in the mean (Bartlett's identity), where intervals count the noise and
     n_global is 20 at most; of more it takes long."""
     curvature_share: Inside = 0.3
