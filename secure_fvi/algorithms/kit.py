@@ -228,6 +228,8 @@ class Program(ABC):
     sampled: float = 1.0
     #: Noised sums in an answer under record privacy that is a `FitAnswer`; 0: answers are others.
     noised_steps: int = 0
+    #: Of these, those in the mean over which a `FitAnswer` says how many records' gradients are how long.
+    told_steps: int = 1
 
     def cohort(self, round_: int) -> tuple[str, ...]:
         """The silos asked in a round."""
@@ -278,7 +280,7 @@ class Program(ABC):
             return None
         terms, rounds = next(iter(self.terms.values())), float(state.counted[-1])
         factor = len(self.problem.silos) / terms.cohort / terms.sampling_rate / self.lengths.unit
-        once = terms.variance(terms.cohort, terms.settings.clipping_norm) * factor**2 / max(1, terms.steps)
+        once = terms.variance(terms.cohort, terms.settings.clipping_norm) * factor**2 / self.told_steps
         return Clipped.of(self.lengths.edges, state.counted[:-1] / rounds, once / rounds)
 
     def noise_aware(self, state: Any) -> NoiseAware | str:

@@ -3,7 +3,8 @@
 For each step the gate is given gradients in Z_G at one draw of q, a row for each record of a Poisson sample, and gives
 back their clipped, noised sum. All else of a step follows from that sum, from what is public and from coins: the
 gradients of q's mean and of its scales are both functions of that one vector and the draw, so that n numbers a step are
-noised, whatever the family, and eight that count gradients by their lengths (`objective.Lengths`).
+noised, whatever the family, and eight that count gradients by their lengths (`objective.Lengths`). What these say is
+kept of the last half of the steps: on its way from where it began a fit meets gradients that say nothing of its end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from secure_fvi.objective import Lengths, record_gradients
 from secure_fvi.privacy.gate import NoisedSum
 from secure_fvi.trees import Params, take
 
+#: Share of a fit's steps, the last ones, of which it is kept how long records' gradients are.
+TOLD = 0.5
+
 
 class RowGradients:
     """Gradients of log p(y_i | Z_G) in Z_G, of each record alone to the last bit, and how long each is; for models
@@ -31,6 +35,7 @@ class RowGradients:
 
     def __init__(self, families: Families, lengths: Lengths | None = None) -> None:
         self.problem, self.move = families.problem, families.move
+        self.told = 0 if lengths is None else len(lengths.edges) + 1
         of = families.problem.density, families.local, families.silo, 1, False
         self._alone = record_gradients(*of, mapped=False, lengths=lengths)
         self._gradients = record_gradients(*of, lengths=lengths)
@@ -89,13 +94,16 @@ class NoisedFit:
         assert fit.block is not None
         self.fit, self.families, self.config = fit, fit.families, fit.config
         self.steps = fit.block.steps
+        #: The first step whose records' lengths are kept.
+        self.told_from = min(round((1 - TOLD) * self.config.local_steps), self.config.local_steps - 1)
         self.gradients = RowGradients(fit.families, lengths)
 
     def __call__(
         self, turn: int, q: Natural, cavity: Natural, own: OwnState, view: SiloView, noised_sum: NoisedSum
     ) -> tuple[Fitted, Tensor]:
         """q fitted to cavity x likelihood, from q, by `local_steps` steps; and what noised sums told in the mean of
-        their records' lengths (told,), in float64. `turn` names draws: the silo's own count.
+        their records' lengths (told,) over the last half of the steps, in float64. `turn` names draws: the silo's own
+        count.
 
         A fit that runs off is not begun again, which would cost as much: the next ones are at a tenth of the rate."""
         families, steps, count = self.families, self.steps, self.config.local_steps
@@ -103,13 +111,15 @@ class NoisedFit:
         state = steps.init(q, tight=own.visits == 0)
         shift, precision = families.move(cavity.shift), families.move(cavity.precision)
         average: Params = {}
-        lengths = torch.zeros(0)
+        told_of = count - self.told_from
+        lengths = torch.zeros(self.gradients.told, dtype=torch.float64)
         schedule = self.fit.schedule(count, own.visits, own.share)
         for step, eps in enumerate(self._draws(first, count, view)):
             z = steps.draw(state, eps)
             total = noised_sum(self.gradients(z, first + step, rate, view)) / rate
-            said = total[q.n :].to("cpu", torch.float64) / count
-            total, lengths = families.move(total[: q.n]), lengths + said if step else said
+            if step >= self.told_from:
+                lengths += total[q.n :].to("cpu", torch.float64) / told_of
+            total = families.move(total[: q.n])
             held = shift - (precision @ z if precision.dim() == 2 else precision * z)
             state = steps.step(state, eps, total + held, schedule[step, 0])
             root = steps.root(state)

@@ -526,6 +526,7 @@ class PVIProgram(Program):
                 norm = problem.privacy.clipping_norm
                 self.lengths = Lengths(norm * math.sqrt(1 - share), norm * math.sqrt(share))
             self.noised_fit, self.noised_steps = noised_fit.NoisedFit(self.fit, self.lengths), config.local_steps
+            self.told_steps = config.local_steps - self.noised_fit.told_from
             self.sampled, self.hidden = config.sampling_rate, self.families.n + self.told
         self.refiner = Refiner(problem, self.fit.weigher)
         self.optimizer = Optimizer("adam", config.theta_learning_rate)

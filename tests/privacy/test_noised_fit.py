@@ -21,6 +21,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import Block, FloatArray
+from secure_fvi.algorithms import noised_fit
 from secure_fvi.audits import epsilon
 from secure_fvi.cli.policy import disclosure_lines
 from secure_fvi.disclosure import disclose
@@ -165,6 +166,12 @@ def by_steps(**options: Any) -> sf.PVI:
     return sf.PVI(**{"rounds": 2, "private": "steps", "local_steps": 5, **rate, **options})
 
 
+def _wide(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 10.0).to_event(1))
+    with pyro.plate("row", len(x)):
+        pyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+
+
 def _exact(silos: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
     x, y = (torch.cat([s[name] for s in silos]) for name in ("x", "y"))
     covariance = torch.linalg.inv(torch.eye(2, dtype=torch.float64) + x.mT @ x)
@@ -202,7 +209,7 @@ def test_it_says_how_many_gradients_it_cut_and_names_a_norm(rate: float) -> None
     rows = {name: torch.cat([silo[name] for silo in silos]) for name in ("x", "y")}
     for norm, share in ((1.0, 0.01), (4.0, 0.01), (1.0, 0)):
         algorithm = by_steps(local_steps=40, scale_rate=0.2, sampling_rate=rate, lengths_share=share)
-        privacy = dp(noise_multiplier=4.0, clipping_norm=norm)
+        privacy = dp(noise_multiplier=2.8, clipping_norm=norm)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always", sf.SecureFVIWarning)
             result = sf.fit(MODEL, silos, algorithm, sf.Plain(), privacy=privacy, noise_key=b"k", compile=False)
@@ -221,6 +228,32 @@ def test_it_says_how_many_gradients_it_cut_and_names_a_norm(rate: float) -> None
         assert f"{found['share']:.1%} (+- " in str(result.summary())
     assert "clipping_norm = 1 " in told[0]
     assert "at most are longer than 4," in told[0]
+
+
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_what_is_cut_on_the_way_is_not_told(from_the_start: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An intercept five units from where the fit begins, where each gradient is cut: near the end next to none is, as
+    is told, and no longer norm is named, which would be more noise for nothing. The control: of all steps a tenth of
+    the records and more."""
+    rng = torch.Generator().manual_seed(4)
+    x = torch.cat([torch.ones(1500, 1), torch.randn(1500, 1, generator=rng)], 1).double()
+    y = x @ torch.tensor([5.0, -0.3]).double() + torch.randn(1500, generator=rng).double()
+    if from_the_start:
+        monkeypatch.setattr(noised_fit, "TOLD", 1.0)
+    algorithm = by_steps(rounds=1, local_steps=150, learning_rate=0.1, scale_rate=0.2, damping=1.0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", sf.SecureFVIWarning)
+        result = sf.fit(
+            sf.FederatedModel(_wide, record_plate="row"), [{"x": x, "y": y}], algorithm, sf.Plain(),
+            privacy=dp(noise_multiplier=4.0), noise_key=b"k", compile=False,
+        )  # fmt: skip
+    assert result.privacy is not None
+    beta = torch.as_tensor(result.posterior["beta"].mean).double()
+    lengths = ((y - x @ beta).unsqueeze(1) * x).norm(dim=1)
+    cut, found = float((lengths > 4.0 * math.sqrt(0.99)).double().mean()), result.privacy["clipped"]
+    assert cut < 0.03
+    assert (abs(found["share"] - cut) < 3 * found["error"] + 0.01) != from_the_start
+    assert any("were cut" in str(w.message) for w in seen) == from_the_start
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3])
