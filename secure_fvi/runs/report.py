@@ -63,6 +63,7 @@ def write_report(directory: Path) -> None:
         standing=standing(result),
         reason=reason(result),
         counts=counts_noise(result["privacy"]),
+        tells_lengths=_tells_lengths(config),
         run=(about := run.read_run()),
         left=what_left(config, len(result["silos"])),
         seen_by=f"{_privacy_words(result)} {_engine_words(about, result)}",
@@ -177,6 +178,13 @@ def what_left(config: Config, silos: int) -> list[Note]:
     if aggregation.min_cohort < 3:
         notes.append(Note("With two silos in a total, each can subtract its own term and has the other's.", warns=True))
     return notes
+
+
+def _tells_lengths(config: Config) -> bool:
+    """Whether records say, with noise, how long their gradients are, and so how many they are."""
+    algorithm, _, privacy = chosen(config)
+    told = getattr(algorithm, "lengths_share", 0) and getattr(algorithm, "private", "steps") == "steps"
+    return bool(told) and privacy is not None and privacy.unit == "record"
 
 
 def _league(found: Disclosure) -> str:

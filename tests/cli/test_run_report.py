@@ -55,6 +55,8 @@ PRIVACY = {
     "public": ["number of silos"], "rng": "operating system",
 }  # fmt: skip
 
+ASKED = {"unit": "record", "epsilon": 1.0, "delta": 1e-5, "clipping_norm": 1.0, "noise": "silo"}
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -68,7 +70,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def page_of(
-    ran: Path, out: Path, engine: str, aggregation: dict[str, Any], privacy: dict[str, Any] | None = None
+    ran: Path,
+    out: Path,
+    engine: str,
+    aggregation: dict[str, Any],
+    privacy: dict[str, Any] | None = None,
+    algorithm: dict[str, Any] | None = None,
 ) -> str:
     """The report of a run that differs from `ran` in what is given."""
     shutil.copytree(ran, out)
@@ -81,6 +88,9 @@ def page_of(
         if name == "result":
             content["aggregation"]["kind"] = options["kind"]
         (out / f"{name}.json").write_text(json.dumps(content))
+    if algorithm:  # by this private job, not by the one that ran
+        told = {**tomllib.loads(CONFIG), "algorithm": algorithm, "privacy": ASKED}
+        (out / "config.toml").write_text(parse(told, "job.toml").to_toml())
     write_report(out)
     return html.unescape((out / "report.html").read_text()).split("<details>")[0]
 
@@ -161,6 +171,35 @@ def test_it_names_as_many_colluders_as_the_sums_withstand(silos: int, options: d
     """That a third opens single terms of 64 silos is `test_a_third_in_league_isolates_silos_of_a_large_roster`."""
     table = {**tomllib.loads(CONFIG), "partition": {"count": silos}, "aggregation": {"kind": "masked", **options}}
     assert said in " ".join(note.text for note in what_left(parse(table, "job.toml"), silos))
+
+
+def test_it_says_what_lengths_of_gradients_tell_of_the_number_of_records(ran: Path, tmp_path: Path) -> None:
+    """That it is not released at all is said of the controls alone, whose records say no lengths."""
+    whole, steps = (
+        "The number of records is not released.",
+        {"name": "pvi", "rounds": 2, "private": "steps", "scale_rate": 0.2},
+    )
+    sfvi = {"name": "sfvi", "iterations": 2}
+    told = {**PRIVACY, "clipped": {"share": 0.1, "error": 0.01, "records": 512.34}}
+    counted, *hidden = [
+        page_of(ran, tmp_path / f"told-{k}", ONE, {}, privacy, algorithm)
+        for k, (privacy, algorithm) in enumerate(((told, sfvi), (PRIVACY, sfvi), (PRIVACY, steps)))
+    ]
+    assert "not released but with noise, by how many records' gradients are how long: about 512. " in counted
+    assert all("but with noise, by how many records' gradients are how long. " in page for page in hidden)
+    assert not any(whole in page for page in (counted, *hidden))
+    silent = ({**sfvi, "lengths_share": 0.0}, {"name": "pvi", "rounds": 2})
+    assert all(whole in page_of(ran, tmp_path / str(k), ONE, {}, PRIVACY, one) for k, one in enumerate(silent))
+
+
+def test_it_says_where_noise_is_that_is_in_steps(ran: Path, tmp_path: Path) -> None:
+    """The control: the same of sums that are noised themselves."""
+    every = "every total that was released carries"
+    page = page_of(ran, tmp_path / "steps", ONE, {}, {**PRIVACY, "noise": "silo", "steps": 40})
+    assert every not in page
+    assert "one for each of 40 steps of a silo's own fit, carries" in page
+    assert "has no noise of its own. 3 releases of 40 such sums each were charged" in page
+    assert every in page_of(ran, tmp_path / "sums", ONE, {}, {**PRIVACY, "noise": "silo"})
 
 
 def test_it_says_that_a_norm_adapts(ran: Path, tmp_path: Path) -> None:
