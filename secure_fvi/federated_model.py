@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -158,6 +158,10 @@ class FederatedModel:
 
     def readable(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Draws (S, ...) of the global sites under the names and in the units that users read; None: the sites' own."""
+        return None
+
+    def called(self, site: str, at: Sequence[int]) -> str | None:
+        """What users read in place of this number of a global site; None: the site's own name."""
         return None
 
     @property

@@ -716,6 +716,9 @@ class MixedModel(FederatedModel):
         """Draws (S,) of every parameter by the user's names, in the user's units."""
         return user_draws(self, draws)
 
+    def called(self, site: str, at: Sequence[int]) -> str | None:
+        return self.of.fixed.names[self.of.kept[at[0]]] if site == "b" else None
+
     def for_new(self, data: Any, scored: bool) -> tuple[MixedModel, Laid, Any]:
         """`data`: the user's table, without gaps; the response need not be there where it is drawn. Effects of local
         groups are drawn from their prior: nobody but their silo knows them."""

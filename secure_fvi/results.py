@@ -27,7 +27,7 @@ from torch.distributions import transform_to
 from secure_fvi.algorithms.base import Clipped, Posterior, Problem, Verdict
 from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
-from secure_fvi.density import Layout, Params, param_constraint, param_start, running
+from secure_fvi.density import Params, param_constraint, param_start, running
 from secure_fvi.discovery import kind_of
 from secure_fvi.draws import LocalPosterior, SitePosterior, SitePosteriors, draw_global, draws_that_fit, to_arviz
 from secure_fvi.errors import InputError, SecureFVIWarning
@@ -53,6 +53,8 @@ _R = TypeVar("_R")
 MANY_CUT = 0.1
 #: Of a norm that cuts few: the share that is longer, and that is longer than twice it.
 _FEW_CUT, _FEW_FAR = 0.05, 0.01
+#: Share of the clipping norm from which gradients have as good as all of it.
+_WHOLE = 0.99
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_230_208
 
@@ -99,7 +101,9 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
             SecureFVIWarning,
             stacklevel=4,
         )
-    said["hidden"] = _named(server.program.problem.layout, counted.hidden)
+    if clipped is not None:
+        said["cuts_counted"] = counted.pulled
+    said["hidden"] = _named(server.program.problem, counted.hidden)
     if counted.assumed is not None:
         said["least_information"] = counted.assumed
     if counted.dropped is not None:
@@ -114,8 +118,10 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
 
 
 def _many_cut(found: Clipped, norm: float) -> str | None:
-    """What to say where many gradients are known to be cut to `norm`; None: they are not. Rounds around q told it."""
+    """What to say where many gradients are known to be cut under a clipping norm; None: they are not. Rounds around q
+    told it. Gradients have all of that norm but what else is said of a record has: curvature, objective, lengths."""
     one, last = EDGES.index(1), len(EDGES) - 1
+    left = found.edges[one] if found.edges[one] < _WHOLE * norm else norm
     far, error = found.beyond(one + 1)
     if found.share - 2 * found.error <= MANY_CUT and far - 2 * error <= _FEW_FAR:
         return None
@@ -127,22 +133,24 @@ def _many_cut(found: Clipped, norm: float) -> str | None:
     enough = next((norm * EDGES[at] for at in range(one + 1, last + 1) if few(at)), None)
     return (
         f"{found.share:.0%} (+- {2 * found.error:.0%}) of records' gradients are longer than clipping_norm = {norm:g} "
-        "and were cut: where more are cut on one side than on the other, as in a logistic regression, most of a "
-        "rare outcome, or residuals that tell the sd of errors, means are off by more than sds say; "
+        + (f"leaves them, {left:.3g}, " if left < norm else "")
+        + "and were cut: where more are cut on one side than on the other, as in a logistic regression, most of a "
+        "rare outcome, or skewed residuals, or those that tell the sd of errors, means are off by more than sds say; "
         + (
             f"{_FEW_CUT:.0%} at most are longer than {enough:.3g}"
             if enough
-            else f"some are longer than {EDGES[-1] * norm:g}"
+            else f"some are longer than {EDGES[-1] * left:.3g}"
         )
         + ", near where this run ended: take a longer norm, or bring the response and columns to a scale near 1"
     )
 
 
-def _named(layout: Layout, chosen: Tensor | None) -> list[str]:
-    """The numbers of global sites that are chosen (n_global,): "beta[2]", or "sigma" of a site that is one number."""
-    sites = {} if chosen is None else layout.split(chosen, "global")
+def _named(problem: Problem, chosen: Tensor | None) -> list[str]:
+    """The numbers of global sites that are chosen (n_global,): "beta[2]", or "sigma" of a site that is one number; of a
+    formula's coefficients what its table calls them."""
+    sites = {} if chosen is None else problem.layout.split(chosen, "global")
     return [
-        name + (f"[{', '.join(map(str, at))}]" if at else "")
+        problem.model.called(name, at) or name + (f"[{', '.join(map(str, at))}]" if at else "")
         for name, part in sites.items()
         for at in part.nonzero().tolist()
     ]

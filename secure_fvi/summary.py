@@ -201,6 +201,8 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
     if clipped is not None:
         share = f"{clipped['share']:.1%} (+- {2 * clipped['error']:.1%}) of records' gradients"
         moved, kept = f", and what cutting {share} is likely to move", f"; nor what cutting {share} moves"
+        if not said.get("cuts_counted", False):
+            moved = f"; not what cutting {share} moves, which is nothing only if residuals are as the model has them"
     if not said["count_noise"]:
         because = f"{said['because']}{kept}"
         return f"sds and quantiles do not count the noise of privacy, so that intervals are too short: {because}"

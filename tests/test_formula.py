@@ -35,9 +35,10 @@ from secure_fvi.deployment.session_messages import schema_digest
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import Laid, check_repeats, read_data
+from secure_fvi.fitting import build_parties
 from secure_fvi.formula import FAMILIES, Design, columns_of, few_records, parse
 from secure_fvi.mixed_model import Counts, MixedModel, _softplus, glmm, marginal, user_draws
-from secure_fvi.results import replicates
+from secure_fvi.results import _named, replicates
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import build
 from secure_fvi.runs.config import parse as parse_config
@@ -1264,6 +1265,17 @@ def _log_p(data: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> to
 
 
 # ---- what is read of a result ----
+
+
+def test_numbers_that_are_mostly_the_priors_are_named_as_in_the_table() -> None:
+    """In `result.privacy["sds"]["hidden"]`, and so in the summary; the control is a model of the user's own sites."""
+    of = model("pressure ~ age + (1 | child)", "gaussian")
+    server = build_parties(of, [table(seed=k) for k in range(3)], sf.SFVI(iterations=3), sf.Masked(), compile=False)[0]
+    problem = server.program.problem
+    chosen = torch.ones(problem.layout.size("global"))
+    assert _named(problem, chosen)[:2] == ["(Intercept)", "age"]
+    own = problem._replace(model=sf.FederatedModel(problem.model.fn))
+    assert _named(own, chosen)[:2] == ["b[0]", "b[1]"]
 
 
 @pytest.fixture(scope="module")

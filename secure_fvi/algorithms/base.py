@@ -338,6 +338,9 @@ class NoiseAware(NamedTuple):
     hidden: Tensor | None = None  # (n_global,) whether more than 40% of the prior's variance is left
     assumed: float | None = None  # the job's `least_information`, on which it rests
     dropped: float | None = None  # the same where totals rule it out, so that nothing rests on it
+    #: Whether what cutting the gradients that `Clipped` tells of may move is counted: not of a likelihood that is a
+    #: parabola, where cuts move nothing if residuals are as the model has them, and where they are skewed do.
+    pulled: bool = False
 
 
 class Posterior(NamedTuple):

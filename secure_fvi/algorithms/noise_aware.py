@@ -296,7 +296,7 @@ def of_gradients(
     if isinstance(found, str):
         return found
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
-    return found._replace(cut=cut)
+    return found._replace(cut=cut, pulled=clipped is not None and not line)
 
 
 def _ended(trace: Trace, prior: Natural, excess: float) -> float:

@@ -1128,6 +1128,7 @@ def test_where_many_gradients_are_cut_the_run_says_so(monkeypatch: pytest.Monkey
             found = result.privacy["clipped"]
             assert abs(found["share"] - cut) < 3 * found["error"] + 0.01
             assert f"{found['share']:.1%} (+- " in counts_noise(result.privacy)
+            assert ("is likely to move" in counts_noise(result.privacy)) != many
             assert said["count_noise"] != many
             assert not many or "gradients are cut" in said["because"]
         else:
@@ -1180,6 +1181,48 @@ def test_of_a_rare_outcome_few_cut_gradients_move_means_far() -> None:
             assert 0.75 * found.share * math.sqrt(found.records) < off / 2
             longer = float(said.split("are longer than ")[-1].split(",")[0])
             assert longer >= 4 * norm
+
+
+@pytest.mark.parametrize("left", [1.0, 0.8])
+def test_the_warning_names_what_the_norm_leaves_of_gradients(left: float) -> None:
+    """With the curvature in the same vector gradients are cut to less than the norm: the share is of those longer than
+    that. The control is a norm that gradients have alone."""
+    edges = tuple(3.0 * left * at for at in EDGES)
+    said = _many_cut(Clipped(edges, (0.0, 0.1, 0.3, 0.4, 0.18, 0.02, 0.0, 0.0), 0.2, 0.01, 1000.0), 3.0)
+    assert said is not None
+    assert ("longer than clipping_norm = 3 leaves them, 2.4, and were cut" in said) == (left < 1)
+    assert ("longer than clipping_norm = 3 and were cut" in said) == (left == 1)
+    assert "at most are longer than 6, near" in said
+
+
+def _line(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("row", len(x)):
+        pyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+
+
+def test_of_a_linear_regression_the_summary_says_that_what_cuts_move_is_not_counted() -> None:
+    """Errors that are exponential, of which a tenth are cut, all above: the intercept is three sds off and more, and no
+    number that is released shows it. That it is counted is said where it is, of a logistic regression
+    (`test_where_many_gradients_are_cut_the_run_says_so`)."""
+    rng = torch.Generator().manual_seed(8)
+    x = torch.cat([torch.ones(2000, 1), torch.randn(2000, 1, generator=rng)], 1).double()
+    y = x @ torch.tensor([0.5, -0.2]).double() - torch.rand(2000, generator=rng).double().log() - 1
+    result = sf.fit(
+        sf.FederatedModel(_line, record_plate="row"), [{"x": x, "y": y}],
+        sf.SFVI(family="full", iterations=120, average_last=0.5), sf.Plain(),
+        privacy=sf.RecordDP(noise_multiplier=2.0, clipping_norm=2.0, noise="silo", retries=0), noise_key=b"k",
+        compile=False,
+    )  # fmt: skip
+    exact = torch.linalg.solve(torch.eye(2).double() + x.mT @ x, x.mT @ y)
+    mean, sd = result.posterior["beta"]
+    assert result.privacy["sds"]["count_noise"]
+    assert result.privacy["sds"]["cuts_counted"] is False
+    assert 0.05 < result.privacy["clipped"]["share"] < 0.2
+    assert (exact - mean)[0] > 3 * sd[0]
+    said = counts_noise(result.privacy)
+    assert "; not what cutting" in said
+    assert "likely to move" not in said
 
 
 def _errors(x: Tensor, y: Tensor) -> None:
