@@ -130,14 +130,14 @@ def _many_cut(found: Clipped, norm: float) -> str | None:
         beyond, error = found.beyond(min(at + 1, last))
         return found.beyond(at)[0] <= _FEW_CUT and beyond <= _FEW_FAR + 2 * error
 
-    enough = next((norm * EDGES[at] for at in range(one + 1, last + 1) if few(at)), None)
+    enough = next((at for at in range(one + 1, last + 1) if few(at)), None)
     return (
         f"{found.share:.0%} (+- {2 * found.error:.0%}) of records' gradients are longer than clipping_norm = {norm:g} "
         + (f"leaves them, {left:.3g}, " if left < norm else "")
         + "and were cut: where more are cut on one side than on the other, as in a logistic regression, most of a "
         "rare outcome, or skewed residuals, or those that tell the sd of errors, means are off by more than sds say; "
         + (
-            f"{_FEW_CUT:.0%} at most are longer than {enough:.3g}"
+            f"{_FEW_CUT:.0%} at most (+- {2 * found.beyond(enough)[1]:.0%}) are longer than {norm * EDGES[enough]:.3g}"
             if enough
             else f"some are longer than {EDGES[-1] * left:.3g}"
         )
