@@ -267,7 +267,9 @@ def adversary(jobs: Sequence[Mapping[str, Any]]) -> str:
         said += ", but not against the server of jobs whose noise it adds itself"
     counted = any("number of records" in (job["public"] or ()) for job in jobs)
     return f"{said}. The number of records of this data set " + (
-        "was declared public by a job." if counted else "was not released, and this report does not know it."
+        "was declared public by a job."
+        if counted
+        else "was not released without noise, and this report does not know it."
     )
 
 

@@ -118,7 +118,8 @@ def _methods(result: dict[str, Any], config: Config, about: dict[str, Any]) -> s
     summed = {"plain": "sums in clear", "masked": "masked sums"}.get(kind, "encrypted sums")
     refined = result["saved"].get("refined")
     if refined is None:
-        drawn = "of the approximation itself"
+        counts = dp and dp.get("sds", {}).get("count_noise")
+        drawn = "of a normal that counts the noise of privacy" if counts else "of the approximation itself"
     else:
         known = f"Pareto k-hat {refined['khat']:.2f}, effective sample size {refined['ess']:.0f}"
         drawn = f"of importance-weighted draws ({known})"

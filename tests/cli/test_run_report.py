@@ -16,7 +16,7 @@ import pytest
 from secure_fvi.cli import main
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.report import what_left, write_report
+from secure_fvi.runs.report import _methods, what_left, write_report
 from secure_fvi.runs.watching import snapshot
 
 CONFIG = """
@@ -190,6 +190,22 @@ def test_it_says_what_lengths_of_gradients_tell_of_the_number_of_records(ran: Pa
     assert not any(whole in page for page in (counted, *hidden))
     silent = ({**sfvi, "lengths_share": 0.0}, {"name": "pvi", "rounds": 2})
     assert all(whole in page_of(ran, tmp_path / str(k), ONE, {}, PRIVACY, one) for k, one in enumerate(silent))
+
+
+def test_methods_say_of_which_posterior_estimates_are() -> None:
+    """Of a private formula's run: q's is the control."""
+    config = parse(tomllib.loads(CONFIG), "job.toml")
+    for counts, words in (
+        (True, "of a normal that counts the noise of privacy"),
+        (False, "of the approximation itself"),
+    ):
+        sds = {"count_noise": counts, "because": "none"}
+        result = {
+            "formula": {}, "saved": {"model": {"formula": "y ~ x", "family": "gaussian"}}, "silos": ["a", "b", "c"],
+            "privacy": {**PRIVACY, "sds": sds}, "aggregation": {"kind": "masked"}, "metrics": {}, "algorithm": "sfvi",
+            "rounds": 2, "converged": None, "convergence": {"reason": "none"},
+        }  # fmt: skip
+        assert f"central 95% intervals, {words}. " in _methods(result, config, {})
 
 
 def test_it_says_where_noise_is_that_is_in_steps(ran: Path, tmp_path: Path) -> None:

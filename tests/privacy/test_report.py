@@ -194,7 +194,7 @@ def test_what_a_job_declared_is_in_words_and_on_the_page_alike(tmp_path: Path) -
         "Equal service. Gradients are cut at the clipping norm",
         report.budget["history"][0]["set"],
         "knows all other data and chooses what the institution is asked.",
-        "The number of records of this data set was not released, and this report does not know it.",
+        "The number of records of this data set was not released without noise, and this report does not know it.",
     ):
         assert words in text
         assert words in page
