@@ -200,7 +200,10 @@ def counts_noise(privacy: Mapping[str, Any] | None) -> str:
     moved, kept = f"; not what clipping moves, where it cuts one side more{share}", ""
     if clipped is not None:
         share = f"{clipped['share']:.1%} (+- {2 * clipped['error']:.1%}) of records' gradients"
-        moved, kept = f", and what cutting {share} is likely to move", f"; nor what cutting {share} moves"
+        moved, kept = (
+            f", and what cutting {share} is likely to move if the model is right",
+            f"; nor what cutting {share} moves",
+        )
         if not said.get("cuts_counted", False):
             moved = f"; not what cutting {share} moves, which is nothing only if residuals are as the model has them"
     if not said["count_noise"]:
