@@ -258,6 +258,7 @@ _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.int64, torch.
 _MEMORY = {str(m): m for m in (torch.contiguous_format, torch.preserve_format)}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _CPU = torch.device("cpu")
+_PACKAGE = f"{__name__.partition('.')[0]}."
 _ROLES: tuple[Role, ...] = ("global", "silo", "record")
 
 
@@ -635,11 +636,31 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Rules(TorchFunctionMode):
+    """Notes functions that bring a derivative of their own, but for this package's: mapped over records they go by a
+    rule of their own, or of what they call, which sees all records at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of = args[0] if args else None
+        if isinstance(of, type) and issubclass(of, torch.autograd.Function) and not of.__module__.startswith(_PACKAGE):
+            self.names.add(f"{of.__name__} (a torch.autograd.Function)")
+        return func(*args, **(kwargs or {}))
+
+
 def untested_operations(call: Callable[[], Any]) -> list[str]:
     """The operations that `call` uses and that no test has found to keep records apart when it is mapped over them."""
-    with _Seen() as seen, contextlib.suppress(Exception):  # what fails has used what it has used
+
+    def within(x: Tensor) -> Tensor:  # a transform, without which PyTorch calls such functions unseen
         call()
-    return sorted(seen.packets - _PURE - _ALSO_APART - {f"{name}_" for name in _PURE})
+        return x
+
+    with _Seen() as seen, _Rules() as rules, contextlib.suppress(Exception):  # what fails has used what it has used
+        torch.func.vjp(within, torch.zeros(()))
+    return sorted((seen.packets - _PURE - _ALSO_APART - {f"{name}_" for name in _PURE}) | rules.names)
 
 
 def _reckoned(run: Callable[..., Any], *sizes: Any) -> Any:

@@ -21,7 +21,7 @@ from secure_fvi.algorithms.local_fit import LEAST_RATE, STRATA, Families, Fitted
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import TracedOnMade, threads
 from secure_fvi.exported import GraphDensity, untested_operations
-from secure_fvi.objective import Lengths, record_gradients
+from secure_fvi.objective import Lengths, RecordGradients, record_gradients
 from secure_fvi.privacy.gate import NoisedSum
 from secure_fvi.trees import Params, take
 
@@ -68,14 +68,18 @@ class RowGradients:
         if fixed or self._run.traced or self._gradients is self._alone:
             return
         self._looked = True
-        found = untested_operations(lambda: self._function(*self._of_made(z, 1)))
+        found = untested_operations(lambda: self._by(self._alone, *self._of_made(z, 1)))
         if found:
             self._gradients, self._run.mode, self._length = self._alone, "eager", FEWEST_ROWS
             warn_one_by_one(found)
 
     def _function(self, z: Tensor, rows: Params, weights: Tensor) -> Tensor:
+        return self._by(self._gradients, z, rows, weights)
+
+    @staticmethod
+    def _by(gradients: Callable[..., RecordGradients], z: Tensor, rows: Params, weights: Tensor) -> Tensor:
         nothing = z.new_zeros(1, len(weights), 0)
-        return self._gradients(z, torch.zeros_like(z), {}, {}, {}, rows, weights, nothing, z.new_zeros(1, 0)).rows
+        return gradients(z, torch.zeros_like(z), {}, {}, {}, rows, weights, nothing, z.new_zeros(1, 0)).rows
 
     def _made(self, z: Tensor, rows: Params, weights: Tensor) -> tuple[Tensor, Params, Tensor]:
         return self._of_made(z, len(weights))

@@ -247,6 +247,76 @@ def test_records_that_are_mixed_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert gaps(mixing_world, ROUNDS).max() > 20
 
 
+# ---- a function that brings rules of its own ----
+
+
+class Stabilised(torch.autograd.Function):
+    """x; mapped, its rule sees all records and takes off what it thinks is too much."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return x - torch.relu(x.abs().max() - 20.0), in_dims[0]
+
+
+class Calls(Stabilised):
+    """x by the function above, with rules that PyTorch makes."""
+
+    generate_vmap_rule = True
+    vmap = torch.autograd.Function.vmap
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return Stabilised.apply(x)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def ruled_world(function: Any, how: str, changed: bool) -> Parties:
+    """In SFVI, or in the noised steps of a local fit; in the changed world a record that is far out has joined."""
+
+    def ruled(x: Tensor, y: Tensor) -> None:
+        z = pyro.sample("z", dist.Normal(0.0, 2.0))
+        with pyro.plate("row", len(y)):
+            pyro.sample("y", dist.Normal(z * function.apply(x), 1.0), obs=y)
+
+    silo = {"x": torch.full((40,), 0.1), "y": 3 + torch.randn(40, generator=torch.Generator().manual_seed(0))}
+    record = {"x": torch.tensor([1e4]), "y": torch.tensor([3.0])} if changed else None
+    return world(ruled, how, silo, record)
+
+
+_BY_STEPS = sf.PVI(rounds=2, private="steps", local_steps=3, damping=0.5, learning_rate=0.1, scale_rate=0.5)
+
+
+@pytest.mark.parametrize("function", [Stabilised, Calls])
+@pytest.mark.parametrize("algorithm", ["sfvi", "steps"])
+def test_a_function_with_rules_of_its_own_mixes_no_records(
+    function: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that runs as it is: PyTorch asks the author how `torch.autograd.Function` is mapped. The control, where
+    nobody looks at that: one record moves all others'."""
+    if algorithm == "steps":
+        monkeypatch.setattr(sf, "SFVI", lambda **_: _BY_STEPS)
+    rounds = 2 if algorithm == "steps" else ROUNDS
+    with pytest.warns(sf.SecureFVIWarning, match=f"{function.__name__}.*one by one"):
+        assert 0.3 < gaps(functools.partial(ruled_world, function, "unfenced"), rounds).max() <= 1 + 1e-9
+    monkeypatch.setattr("secure_fvi.exported._PACKAGE", "")  # taken for the package's own
+    assert gaps(functools.partial(ruled_world, function, "unfenced"), rounds).max() > 5
+
+
+def test_a_graph_has_no_rules_of_its_own() -> None:
+    assert 0.3 < gaps(functools.partial(ruled_world, Calls, "fenced"), ROUNDS).max() <= 1 + 1e-9
+
+
 # ---- what data may not decide on ----
 
 

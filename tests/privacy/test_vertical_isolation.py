@@ -16,12 +16,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from test_conditional_sensitivity import NOISE, columns_world, gaps
+from test_isolation import Stabilised
 from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import compiled
 from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Vertical, steps
 from secure_fvi.compiled import TRACE_AFTER_CALLS, Traced
+from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 
 ROUNDS = 4
@@ -63,6 +65,24 @@ def _failing_gaps() -> Any:
 def test_a_person_on_whom_a_predictor_fails_moves_no_other() -> None:
     found = _failing_gaps()
     assert 0.3 < found.max() <= 1 + 1e-9
+
+
+def _stabilised(x: Tensor) -> Tensor:
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    shifted: Tensor = Stabilised.apply(x[:, 0])  # type: ignore[no-untyped-call]
+    return z * shifted
+
+
+def test_a_predictor_with_rules_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of how it is mapped over people. The control, where nobody looks at that: one person moves all others' rows."""
+
+    def build(changed: bool) -> Any:
+        return columns_world(changed, _stabilised, 7, ROUNDS)
+
+    with pytest.raises(InputError, match=r"evaluates each row alone.*Stabilised"):
+        build(False)
+    monkeypatch.setattr("secure_fvi.exported._PACKAGE", "")  # taken for the package's own
+    assert gaps(build, ROUNDS).max() > 2
 
 
 def test_people_evaluated_again_in_another_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
