@@ -359,17 +359,17 @@ class Silo:
     def _contribution(self, broadcast: Broadcast, local: Any, turn: int) -> tuple[Release, Any]:
         """Under privacy it does not fail on data, whatever a program raises: that would tell of them, without noise or
         charge, whenever asked."""
-        paid, dropped, raised = self.gate.paid, self.gate.dropped, ""
+        paid, dropped, raised, view = self.gate.paid, self.gate.dropped, "", self.view._replace(turn=turn)
         if self._silent and self.gate.terms is not None and not self.gate.terms.steps:
-            return self.gate.release_nothing(), local
+            return self.program.silence(broadcast, local, view, self.gate)
         self.gate.deaf = self._silent
         try:
-            found = self.program.contribute(broadcast, local, self.view._replace(turn=turn), self.gate)
+            found = self.program.contribute(broadcast, local, view, self.gate)
         except Exception as error:
             if self.gate.terms is None or self.gate.paid > paid or isinstance(error, _OF_MESSAGE):
                 raise
             raised = f" ({type(error).__name__})"
-            found = self.gate.release_nothing(), local
+            found = self.program.silence(broadcast, local, view, self.gate)
         if self.gate.dropped > dropped == 0:
             # Not in the site's paper trail: others see how many rows it has, and this follows from data.
             _log.warning(

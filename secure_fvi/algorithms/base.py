@@ -498,6 +498,11 @@ class SiloProgram(Protocol):
         """What the gate lets out, and the local state to hand to `commit`. Draws are keyed by `view.turn`."""
         ...
 
+    def silence(self, message: Broadcast, local: Any, view: Any, gate: Gate) -> tuple[Release, Any]:
+        """Under privacy, what stands for a contribution into which no data go: nobody else can tell it by what is
+        released, or by how often the ledger is charged."""
+        ...
+
     def commit(self, local: Any, pending: Pending, accepted: int) -> Any:
         """The local state from now on; `accepted` is the index of the last sum used that has this silo's term, or 0."""
         ...

@@ -343,6 +343,10 @@ class Program(ABC):
         clip = message.scalars.get(CLIP, terms.settings.clipping_norm)
         return release, found.released(terms.in_clear(release.values, clip)[: len(values)])
 
+    def silence(self, message: Broadcast, local: Any, view: Any, gate: Gate) -> tuple[Release, Any]:
+        """As `contribute`, of a silo whose data go into no answer: released and charged as an answer is."""
+        return gate.release_nothing(), local
+
     def _fitted_answer(self, found: FitAnswer, message: Broadcast, gate: Gate) -> tuple[Release, Any]:
         one, answers = self.parts[message.phase], list[Answer]()
 

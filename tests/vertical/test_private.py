@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.algorithms.kit import Program
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Categorical, Integrated, MeanField, Poisson, Vertical
 from secure_fvi.algorithms.vertical.steps import Incoming, Noise, SiloParams
 from secure_fvi.algorithms.vertical.vertical import HIDDEN_PHASE, VerticalProgram
@@ -151,6 +152,37 @@ def test_everything_is_charged_and_nothing_else_is_released(tmp_path: Any) -> No
         assert 0 < report.epsilon <= 4.0
     with pytest.raises(BudgetError):
         run("second")
+
+
+def _fails(*_: Any) -> Any:
+    raise RuntimeError("a record's fault")
+
+
+@pytest.mark.parametrize("how", ["nobody's", "fails"])
+@pytest.mark.parametrize("auxiliary", [Amortised(), MeanField()])
+def test_an_answer_without_data_is_charged_as_others_are(
+    auxiliary: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How often a silo's ledger was charged others see, by its length: of a silo whose data cannot be used it is as
+    long. The control has what is sent charged alone, as was shipped."""
+
+    def paid() -> tuple[int, ...]:
+        parties = _parties(sf.RecordDP(noise_multiplier=2.0, clipping_norm=1.0), auxiliary=auxiliary)
+        silo = parties.engine.silos["silo-2"]
+        silo._silent = how == "nobody's"
+        for round_ in range(4):
+            with pytest.MonkeyPatch.context() as patched:
+                if how == "fails" and round_ == 2:
+                    patched.setattr(VerticalProgram, "contribute", _fails)
+                parties.engine.run(parties.server.round())
+        return tuple(silo.gate.paid for silo in parties.engine.silos.values())
+
+    assert paid() == (7, 7)
+    monkeypatch.setattr(VerticalProgram, "silence", Program.silence)
+    if how == "nobody's":
+        assert paid() == (7, 4)
+    else:  # the patch above is of all silos
+        assert paid() == (6, 6)
 
 
 def test_a_private_response_is_noised_before_it_is_broadcast() -> None:

@@ -57,7 +57,7 @@ from secure_fvi.disclosure import LABELS, Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, one_line
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Schedule, Share, Whole, check
-from secure_fvi.privacy.gate import Gate
+from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.privacy.terms import REPLACE, Extent, Terms, agree
 from secure_fvi.randomness import KeyedDraws, server_draws
@@ -853,6 +853,12 @@ class VerticalProgram(ColumnsProgram):
             return self._drawn(message, self._finished(message, local, *stepped), view)
 
         return RowAnswer((HIDDEN_PHASE, together), after)
+
+    def silence(self, message: Broadcast, local: VerticalLocal, view: VerticalView, gate: Gate) -> tuple[Release, Any]:
+        """From the second answer on it is charged for the sum of gradients as well, which follows from nobody."""
+        if local.sent_round >= 0:
+            gate.hidden_sum(HIDDEN_PHASE, torch.zeros(1, 1))
+        return gate.release_nothing(), local._replace(sent_round=message.round, turn=view.turn)
 
     def _drawn(self, message: Broadcast, local: VerticalLocal, view: VerticalView) -> tuple[Tensor, VerticalLocal]:
         """z_j anew (B, C)."""
