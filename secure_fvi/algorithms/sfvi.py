@@ -108,7 +108,7 @@ from secure_fvi.options import (
     check,
     check_schedule,
 )
-from secure_fvi.privacy.settings import RecordDP, SiloDP
+from secure_fvi.privacy.settings import RecordDP, SiloDP, exact_totals
 from secure_fvi.states import Moved
 from secure_fvi.trees import averages, merge, part, running_average, stacked, take, to_numpy, unflatten
 
@@ -224,7 +224,8 @@ class SFVI:
     without, let that norm be 1.2 times as long."""
     lengths_share: Fraction = 0.01
     """Under `RecordDP`, of the square of `clipping_norm`, what it costs to release how many records' gradients are how
-    long, by which a run says how many it cut; 0: it does not."""
+    long, by which a run says how many it cut; 0: it does not. Nor does it with noise = "server", which would see exact
+    counts."""
 
     name = "sfvi"
 
@@ -258,7 +259,7 @@ class SFVI:
         if self.curvature_norm and (private or self.curvature_norm != "auto"):
             what += "; the curvature of these gradients"
         if private and self.lengths_share:
-            what += "; under record privacy, how many records' gradients are how long"
+            what += "; under record privacy, unless the server adds the noise, how many records' gradients are how long"
         what += "; its number of records"
         own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
         before = sfvi_warm.averaging(self).declare(silos, private).sums if self.warm_start.rounds else ()
@@ -399,16 +400,24 @@ class SFVIProgram(StructuredProgram):
 
     def _lengths(self) -> Lengths | None:
         """How records say how long their gradients are, where they do."""
-        share, privacy = self.config.lengths_share, self.problem.privacy
+        share, privacy = self._of_lengths, self.problem.privacy
         if not share or not isinstance(privacy, RecordDP):
             return None
         length = _length(privacy)
         return Lengths(length * math.sqrt(self._of_gradients), length * math.sqrt(share))
 
     @property
+    def _of_lengths(self) -> float:
+        """Share of the square of the norm for how long gradients are: none where the server would see it exactly, since
+        counts of records step at each one's own values, and add up to their number."""
+        privacy = self.problem.privacy
+        told = isinstance(privacy, RecordDP) and not exact_totals(privacy)
+        return self.config.lengths_share if told else 0.0
+
+    @property
     def _of_gradients(self) -> float:
         """Share of the square of the norm that gradients have."""
-        return (1 - self.config.lengths_share) * (1 - self.config.curvature_share * bool(self._bent))
+        return (1 - self._of_lengths) * (1 - self.config.curvature_share * bool(self._bent))
 
     @functools.cached_property
     def _bent(self) -> float:
@@ -428,10 +437,10 @@ class SFVIProgram(StructuredProgram):
             except RuntimeError:  # NotImplementedError is one
                 why = NOT_TWICE
         if norm == "auto":
-            norm = _CURVED * length**2 * (1 - config.lengths_share) * (1 - config.curvature_share)
+            norm = _CURVED * length**2 * (1 - self._of_lengths) * (1 - config.curvature_share)
         room = all(1 / _LARGEST_NORM <= one <= _LARGEST_NORM for one in (norm, length))
         if auto:
-            return norm if room and not why else 0.0
+            return 0.0 if why or not room or exact_totals(privacy) else norm
         if why:
             raise InputError(f"curvature_norm is for intervals that count the noise, and here are none: {why}")
         if not room:  # each record would fail
@@ -446,7 +455,7 @@ class SFVIProgram(StructuredProgram):
         if not self._bent:
             return None
         assert isinstance(self.problem.privacy, RecordDP)
-        length, rest = _length(self.problem.privacy), self.config.curvature_share * (1 - self.config.lengths_share)
+        length, rest = _length(self.problem.privacy), self.config.curvature_share * (1 - self._of_lengths)
         return Curved(length * math.sqrt(self._of_gradients), self._bent, length * math.sqrt(rest) / self._bent)
 
     def _trace(self) -> None:

@@ -516,11 +516,12 @@ def _privacy_lines(d: Disclosure) -> Iterator[str]:
         return
     strength = f"epsilon {dp.epsilon:g}" if dp.epsilon is not None else f"noise multiplier {dp.noise_multiplier:g}"
     yield f"differential privacy of each {dp.unit}: {strength} at delta {dp.delta:g}, for all sums together"
+    cut = f"of what was cut {dp.unit} by {dp.unit}; one that names points of its own reads single {dp.unit}s off them"
     where = {
         "distributed": f"each silo adds a share; {_many(dp.colluders, 'colluder')} and "
         f"{_many(dp.dropouts, 'loss', 'losses')} are counted on",
         "silo": "each silo adds all of it",
-        "server": "the server adds it, and sees exact totals before",
+        "server": f"the server adds it, and sees exact totals before, {cut}",
     }
     yield f"noise: {where[dp.noise]}"
 

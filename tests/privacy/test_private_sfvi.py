@@ -17,6 +17,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import fitting
+from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
@@ -492,3 +493,80 @@ def test_no_point_that_a_server_names_takes_shares_of_noise_away(monkeypatch: py
 
     monkeypatch.setattr(Gate, "_noiser", shipped)
     assert _spread_where_priors_pass_the_bound(monkeypatch) < 2.4
+
+
+def _mean_of(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+class _Totals:
+    """What a server sees of masked sums."""
+
+    def __init__(self) -> None:
+        self.seen: list[FloatArray] = []
+
+    def total(self, index: int, total: Any) -> None:
+        self.seen.append(total.values.copy())
+
+    def released(self, index: int, values: FloatArray) -> None:
+        """With the noise, for others."""
+
+
+def _seen_at(points: FloatArray, silos: list[dict[str, Tensor]], privacy: Any) -> dict[str, FloatArray]:
+    """Totals by block (K, ...), as a server sees them that names these points (K,)."""
+    job = sf.SFVI(iterations=len(points))
+    model, sums = sf.FederatedModel(_mean_of, "row"), sf.Masked()
+    server, engine, _ = build_parties(model, silos, job, sums, compile=False, privacy=privacy, noise_key=KEY)
+    totals = _Totals()
+    server._observers = (*server._observers, totals)
+    for z in points:
+        state = server.state.algorithm
+        named = state._replace(z_global=torch.tensor([z]).to(state.z_global), shift=torch.zeros_like(state.shift))
+        server.state = server.state._replace(algorithm=named)
+        engine.run(server.round())
+    return {
+        name: np.stack([server.program.tables["round"].split(total)[name] for total in totals.seen])
+        for name in server.program.tables["round"].split(totals.seen[0])
+    }
+
+
+def _outcomes(seed: int = 7) -> list[dict[str, Tensor]]:
+    rng = torch.Generator().manual_seed(seed)
+    return [{"y": 1.5 * torch.randn(4, generator=rng, dtype=torch.float64)} for _ in range(3)]
+
+
+def test_a_server_that_adds_the_noise_reads_records_off_the_cut() -> None:
+    """Its totals are of gradients that were cut to the norm, 1: at which of its points each is tells the record. The
+    control is the job without privacy, whose totals are a line in the point."""
+    silos, points = _outcomes(), np.linspace(-4, 4, 300)
+    step = float(points[1] - points[0])
+    bends = {}
+    for privacy in (sf.RecordDP(noise_multiplier=50.0, clipping_norm=1.0, noise="server", retries=0), None):
+        slopes = _seen_at(points, silos, privacy)["direct"].reshape(-1)
+        bends[privacy is None] = np.diff(slopes, 2) / step
+    assert np.abs(bends[True]).max() < 1e-4
+    read = points[1:-1][bends[False] > 0.3] - 1
+    off = [np.abs(read - float(y)).min() for silo in silos for y in silo["y"]]
+    assert np.mean(np.array(off) <= 2 * step) > 0.9
+
+
+def test_a_server_that_adds_the_noise_to_silos_reads_silos_off_the_cut() -> None:
+    """Likewise of what each silo says as a whole: the mean of its records, and how many there are."""
+    silos, points = _outcomes(), np.linspace(-4, 4, 300)
+    step = float(points[1] - points[0])
+    slopes = _seen_at(points, silos, sf.SiloDP(noise_multiplier=50.0, clipping_norm=1.0, noise="server", retries=0))
+    bends = np.diff(slopes["direct"].reshape(-1), 2) / step
+    off = [np.abs(points[1:-1][bends > 1] - (float(s["y"].mean()) + 1 / 4)).min() for s in silos]
+    assert max(off) <= 2 * step
+
+
+def test_a_server_that_adds_the_noise_sees_no_exact_counts_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many records' gradients are how long adds up to their number, which nobody declared public. The control tells
+    it there as well, as was shipped."""
+    privacy = sf.RecordDP(noise_multiplier=50.0, clipping_norm=1.0, noise="server", retries=0)
+    assert set(_seen_at(np.zeros(1), _outcomes(), privacy)) == {"direct"}
+    monkeypatch.setattr("secure_fvi.algorithms.sfvi.exact_totals", lambda _: False)
+    counts = _seen_at(np.zeros(1), _outcomes(), privacy)["lengths"]
+    assert abs(counts.sum() / 0.1 - 12) < 0.01
