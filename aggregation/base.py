@@ -159,7 +159,8 @@ class Total(NamedTuple):
 
 
 class SumSilo(Protocol):
-    """A silo's half. It never opens a connection; the engine carries its bytes."""
+    """A silo's half. It never opens a connection; the engine carries its bytes. What is said here of signatures holds
+    of sums in clear, which have none."""
 
     def contribute(
         self,
@@ -191,33 +192,33 @@ class SumSilo(Protocol):
     @property
     def spoils(self) -> bool:
         """Whether a contribution may be `spoiled`: not where others see it, or decrypt totals, without masks."""
-        ...
+        return False
 
     @property
     def whole(self) -> bool:
         """Whether a total is of its whole cohort or there is none, so that no sum is signed, and a question that was
         answered is asked again until there is its total."""
-        ...
+        return False
 
     @property
     def keys(self) -> bytes:
         """What names the keys under which whole sums are masked: session, roster and key set. Empty where sums are not
         whole, or before the keys are agreed on."""
-        ...
+        return b""
 
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """Whom of its cohort the survivors lacked that this silo signed for `question`, or was shown; None if none."""
-        ...
+        return None
 
     def shown(self, question: bytes) -> bool | None:
         """Whether enough silos' signatures came in on a sum of this very `question` with this silo's term in it, so
         that what all of them answered was one question; None for sums that are not signed."""
-        ...
+        return None
 
     def left_out(self, question: bytes) -> bool | None:
         """Whether enough silos' signatures came in on survivors of this very `question` without this silo, so that its
         answer is in no total of it; None for sums that are not signed."""
-        ...
+        return None
 
     def handle(self, message: bytes) -> bytes:
         """Answer one message of `prepare` or `total`. Raises ProtocolError for what the protocol refuses."""

@@ -149,7 +149,9 @@ class Homomorphic:
         """One silo's half."""
         roster, silo, identity, store, least, missing, questions = seat
         assert roster is not None
-        return HomomorphicSilo(roster, silo, identity, self, store, least, missing, questions)
+        return HomomorphicSilo(
+            roster, silo, identity, self, store, min_cohort=least, max_missing=missing, questions=questions
+        )
 
 
 class WithHolder:
@@ -246,8 +248,11 @@ def check_roster(roster: Roster) -> None:
         raise InputError("homomorphic sums need the consistency check: the key holder asks for its signatures")
 
 
-class HomomorphicSilo:
-    """One silo. Holds the public encryption key only, and takes no other than the one that its roster names."""
+class HomomorphicSilo(MaskedSilo):
+    """A masked silo whose payload is encrypted. Holds the public encryption key only, and takes no other than the one
+    that its roster names."""
+
+    encrypts = True
 
     def __init__(
         self,
@@ -256,34 +261,22 @@ class HomomorphicSilo:
         identity: Identity,
         sums: Homomorphic,
         store: Store | None = None,
-        min_cohort: int | None = None,
-        max_missing: int | None = None,
-        questions: Store | None = None,
-        unbound: bool = False,
+        **more: Any,
     ) -> None:
-        """`roster` and `sums` are what this site agreed to; for the rest see `MaskedSilo`."""
+        """`roster` and `sums` are what this site agreed to; for `more` see `MaskedSilo`."""
         check_roster(roster)
-        self.silo_id = silo_id
-        self._roster = roster
-        self._scheme = scheme = scheme_named(sums.scheme)
-        self._masks = masks = sums.masked
-        self._store = MemoryStore() if store is None else store
-        self._inner = MaskedSilo(
-            roster, silo_id, identity, self._store, min_cohort, self._seal, max_missing, questions, unbound
-        )
-        self._codecs = SlotCodecs(scheme, roster.size)
+        super().__init__(roster, silo_id, identity, store, **more)
+        self._scheme, self._masks = scheme_named(sums.scheme), sums.masked
+        self._codecs = SlotCodecs(self._scheme, roster.size)
         kept = self._store.get(_HOLDER_KEY)
         self._key: PublicContext | None = None
         if kept is not None:
-            self._key = check_holder_key(roster, scheme, masks, unpack(kept, HolderKey))
-
-    def __repr__(self) -> str:
-        return f"HomomorphicSilo({self.silo_id!r})"
+            self._key = check_holder_key(roster, self._scheme, self._masks, unpack(kept, HolderKey))
 
     def handle(self, message: bytes) -> bytes:
         """Answer one message of the server: the key holder's key, or those of masked sums."""
         if kind_of(message) is not HolderKey:
-            return self._inner.handle(message)
+            return super().handle(message)
         key = unpack(message, HolderKey)
         # Checked even if one is known: a server that tries another is told so.
         accepted = check_holder_key(self._roster, self._scheme, self._masks, key)
@@ -292,51 +285,12 @@ class HomomorphicSilo:
             self._key = accepted
         return pack(Done())
 
-    def contribute(
-        self,
-        index: int,
-        cohort: Sequence[str],
-        table: BlockTable,
-        values: FloatArray,
-        context: bytes,
-        question: bytes = b"",
-        most_missing: int | None = None,
-        past: Mapping[str, bytes] | None = None,
-        spoiled: bool = False,
-    ) -> bytes:
-        """Ciphertexts of the values, masked where masks are on; see `SumSilo.contribute`."""
-        return self._inner.contribute(
-            index, cohort, table, values, context, question, most_missing, spoiled=spoiled and self.spoils
-        )
-
     @property
     def spoils(self) -> bool:
         """See `SumSilo.spoils`."""
         return self._masks
 
-    @property
-    def whole(self) -> bool:
-        """See `SumSilo.whole`: the key holder asks for signatures on survivors, whoever may be missing."""
-        return self._inner.whole
-
-    @property
-    def keys(self) -> bytes:
-        """See `SumSilo.keys`."""
-        return self._inner.keys
-
-    def absent_from(self, question: bytes) -> tuple[str, ...] | None:
-        """See `SumSilo.absent_from`."""
-        return self._inner.absent_from(question)
-
-    def shown(self, question: bytes) -> bool | None:
-        """See `SumSilo.shown`."""
-        return self._inner.shown(question)
-
-    def left_out(self, question: bytes) -> bool | None:
-        """See `SumSilo.left_out`."""
-        return self._inner.left_out(question)
-
-    def _seal(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask], own: Mask | None) -> bytes:
+    def _payload(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask], own: Mask | None) -> bytes:
         if self._key is None:
             raise ProtocolError("the key holder's key has not come in")
         slots = self._codecs(table).encode(values, masks if self._masks else (), own)
@@ -348,7 +302,7 @@ class HomomorphicSilo:
 _SPENT = "ckks/spent"
 
 
-class HomomorphicServer:
+class HomomorphicServer(MaskedServer):
     """The aggregator. Holds the public encryption key; its exchanges address the key holder as `KEY_HOLDER`.
 
     Keys, signatures and recovery from dropouts are those of masked sums; so is the store.
@@ -356,11 +310,9 @@ class HomomorphicServer:
 
     def __init__(self, roster: Roster, scheme: Scheme, masks: bool, store: Store | None = None) -> None:
         check_roster(roster)
-        self._roster = roster
+        super().__init__(roster, store)
         self._scheme = scheme
         self._masks = masks
-        self._store = MemoryStore() if store is None else store
-        self._inner = MaskedServer(roster, self._store)
         self._codecs = SlotCodecs(scheme, roster.size)
         self._key: PublicContext | None = None
         self._key_message = b""
@@ -371,14 +323,9 @@ class HomomorphicServer:
         self._faults: dict[str, str] = {}
 
     @property
-    def neighbourhood(self) -> str:
-        """Degree, threshold and failure probabilities of the graph of masks, in words."""
-        return self._inner.neighbourhood
-
-    @property
     def faults(self) -> Mapping[str, str]:
         """By silo id, why its latest bad reply was taken for a dropout."""
-        return {**self._inner.faults, **self._faults}
+        return {**super().faults, **self._faults}
 
     def prepare(self, index: int) -> Exchanges[None]:
         """As for masked sums; before the first sum also the key holder's key, fetched, checked, handed to all.
@@ -408,7 +355,7 @@ class HomomorphicServer:
                 self._faults.pop(silo, None)
             # Those that stay away are tried again after 1, 2, 4, ... sums, so that they cost little.
             self._retry_at = 2 * index + 1
-        yield from self._inner.prepare(index)
+        yield from super().prepare(index)
 
     def total(
         self,
@@ -426,17 +373,17 @@ class HomomorphicServer:
         codec = self._codecs(table)
         if self._key is None:
             raise AggregationError(f"sum {index} was not prepared")
-        admitted = self._inner.admit(index, cohort, table, contributions, context, None, question)
+        admitted = self.admit(index, cohort, table, contributions, context, None, question)
         readable, added = self._read(admitted.sent, table)
-        agreed = yield from self._inner.agree(index, table, context, admitted._replace(sent=readable))
+        agreed = yield from self.agree(index, table, context, admitted._replace(sent=readable))
         if agreed.sent.keys() != readable.keys():
             added = self._read(agreed.sent, table)[1]
         values = yield from self._decrypt(agreed, table, added)
         masks: list[Mask] = []
         if self._masks:
-            masks = yield from self._inner.masks_left(agreed)
+            masks = yield from self.masks_left(agreed)
         else:
-            yield from self._inner.show(agreed)
+            yield from self.show(agreed)
         survivors = tuple(self._roster.ids[place] for place in agreed.payloads)
         return Total(decoded(index, lambda: codec.decode(values, masks, len(survivors))), survivors)
 

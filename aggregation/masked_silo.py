@@ -67,8 +67,6 @@ LAST = "last"
 #: Which survivors of a question that it was asked a silo was shown: with it among them, or without.
 _WITH, _WITHOUT = b"1", b"0"
 
-Seal = Callable[[BlockTable, FloatArray, Sequence[Mask], Mask | None], bytes]
-
 
 class _Record(NamedTuple):
     """What a silo remembers of its contribution to an index."""
@@ -86,6 +84,9 @@ class MaskedSilo:
     With a durable store, a new object over the same store goes on where the old one was killed.
     """
 
+    #: Whether a payload is a ciphertext, made anew each time, and not the ring's elements.
+    encrypts = False
+
     def __init__(
         self,
         roster: Roster,
@@ -93,7 +94,6 @@ class MaskedSilo:
         identity: Identity,
         store: Store | None = None,
         min_cohort: int | None = None,
-        seal: Seal | None = None,
         max_missing: int | None = None,
         questions: Store | None = None,
         unbound: bool = False,
@@ -105,9 +105,6 @@ class MaskedSilo:
         session where questions do (default: `store`). `unbound`: whether sums may name no question, so that survivors
         are bound to their index alone and one question could be summed twice over other survivors: for parties of one
         process, which ask each index once.
-
-        `seal` makes another kind's payload from table, values, masks and an own one for what is not zero of blocks of
-        "some"; it replaces ring encoding and masking.
         """
         if silo_id not in roster.places:
             raise InputError(f"silo '{silo_id}' is not in the roster")
@@ -128,14 +125,13 @@ class MaskedSilo:
         self._unbound = unbound
         self._rings: dict[bytes, Ring] = {}
         self._signed = (b"", b"")  # the set signed last and the signature, which need not be checked when it comes back
-        self._seal = seal
         self._handlers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
             **self._state.handlers(),
             **({} if roster.whole else {SignRequest: self._on_sign, RevealRequest: self._on_reveal}),
         }
 
     def __repr__(self) -> str:
-        return f"MaskedSilo({self.silo_id!r})"
+        return f"{type(self).__name__}({self.silo_id!r})"
 
     def handle(self, message: bytes) -> bytes:
         """Answer one message of the server. The same message gets the same answer."""
@@ -181,15 +177,14 @@ class MaskedSilo:
             if self._store.get(f"{SURVIVORS}/{index}") is not None:
                 raise ProtocolError(f"the survivors of sum {index} were named already; this silo is too late")
             masks = batch.masks(index, table.digest, context)
-        own = None
+        own, spoiled = None, spoiled and self.spoils
         if spoiled or (values.shape == table.some.shape and values[table.some].any()):
             own = self._own_mask(session, Asked(index, bitmap, table.digest, context, question))
             if spoiled:
                 masks, own = [*masks, own], None
-        sealing = self._masked if self._seal is None else self._seal
-        payload = sealing(table, values, masks, own)
+        payload = self._payload(table, values, masks, own)
         inside = sent = hashlib.sha256(payload).digest()
-        if self._seal is not None and batch is not None:
+        if self.encrypts and batch is not None:
             # What a retry after a crash must repeat. Encryption is random: there it is the values themselves, keyed.
             inside = digest(LABEL_VALUES, batch.self_seed(index), values.tobytes())
         if batch is None:
@@ -285,7 +280,10 @@ class MaskedSilo:
             )
         return asked
 
-    def _masked(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask], own: Mask | None) -> memoryview:
+    def _payload(
+        self, table: BlockTable, values: FloatArray, masks: Sequence[Mask], own: Mask | None
+    ) -> bytes | memoryview:
+        """`values` under `masks`; `own` is for what is not zero of blocks of "some"."""
         ring = self._rings.get(table.digest)
         if ring is None:
             ring = self._rings[table.digest] = Ring(table, self._roster.bits, self._roster.size)

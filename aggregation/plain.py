@@ -44,7 +44,7 @@ class Plain:
         return PlainSilo(seat.silo, seat.store)
 
 
-class PlainSilo:
+class PlainSilo(SumSilo):
     """A silo's half: checks the values as every kind does, then sends them as they are, for the server alone to see."""
 
     def __init__(self, silo_id: str, store: Store | None = None) -> None:
@@ -81,33 +81,6 @@ class PlainSilo:
         asked = question or index.to_bytes(8, "big", signed=True) + context
         salt = hashlib.blake2b(asked, key=self._secret, digest_size=SALT).digest()
         return values.astype(WIRE, copy=False).tobytes() + salt
-
-    @property
-    def spoils(self) -> bool:
-        """The server would see whose contribution it is."""
-        return False
-
-    @property
-    def whole(self) -> bool:
-        """The server adds what came in."""
-        return False
-
-    @property
-    def keys(self) -> bytes:
-        """There are none."""
-        return b""
-
-    def absent_from(self, question: bytes) -> tuple[str, ...] | None:
-        """Nothing is signed; the server has every term anyway."""
-        return None
-
-    def shown(self, question: bytes) -> bool | None:
-        """Nothing is signed."""
-        return None
-
-    def left_out(self, question: bytes) -> bool | None:
-        """Nothing is signed."""
-        return None
 
     def handle(self, message: bytes) -> bytes:
         """Plain sums exchange nothing besides the contributions."""

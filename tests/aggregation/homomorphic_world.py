@@ -54,7 +54,7 @@ class World:
 
     def signed_contribution(self, silo, payload, index=0):
         """`payload` in the name of `silo`, which signs it."""
-        inner, roster = self.silos[silo]._inner, self.roster
+        inner, roster = self.silos[silo], self.roster
         batch, everyone = inner._state.batch_of(index), roster.bitmap(frozenset(range(roster.size)))
         fields = (everyone, self.table.digest, CONTEXT, b"", hashlib.sha256(payload).digest())
         statement = batch.session.contribution_statement(batch.digest, index, roster.places[silo], *fields)

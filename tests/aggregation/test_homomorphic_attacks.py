@@ -78,7 +78,7 @@ class TestKeySubstitution:
         config = Homomorphic(masks=False, max_missing=1)
         ids = sorted(names(4))
         server, silos, holder = config.parties(ids)
-        identity = silos[ids[VICTIM]]._inner._identity
+        identity = silos[ids[VICTIM]]._identity
         entry = holder_entry(signer.public_key, BFV, False, attacker.public_bytes)
         other = replace(server._roster, key_holder=entry)
         victim = silos[ids[VICTIM]] = HomomorphicSilo(other, ids[VICTIM], identity, config, unbound=True)
@@ -233,11 +233,11 @@ class TestOneSilosCiphertext:
         world = World(masks=False)
         request = world.signed_request(world.contribute())
         alone = world.roster.bitmap(frozenset({VICTIM}))
-        session = world.server._inner._state.session
+        session = world.server._state.session
         fields = (request.cohort, alone, request.table, request.context, request.question)
         statement = session.survivors_statement(request.batch, 0, *fields)
         signatures = [
-            world.silos[world.ids[place]]._inner._identity.sign(statement)
+            world.silos[world.ids[place]]._identity.sign(statement)
             for place in world.roster.members_of(request.signers)
         ]
         with pytest.raises(ProtocolError, match="below min_cohort = 3"):

@@ -421,7 +421,7 @@ class TestTheServer:
 class TestSetUp:
     def test_a_roster_for_other_sums_is_refused_by_silo_and_server(self):
         w = World(3)
-        silo, identity = w.ids[0], w.silos[w.ids[0]]._inner._identity
+        silo, identity = w.ids[0], w.silos[w.ids[0]]._identity
         for roster, reason in (
             (replace(w.roster, key_holder=b""), "must name the key holder"),
             (replace(w.roster, consistency_check=False), "need the consistency check"),
@@ -433,7 +433,7 @@ class TestSetUp:
 
     def test_the_holder_is_no_silo_and_keeps_to_its_session(self):
         w = World(3)
-        key, silo = w.holder._key, w.silos[w.ids[0]]._inner._identity
+        key, silo = w.holder._key, w.silos[w.ids[0]]._identity
         with pytest.raises(InputError, match="another key holder, another key or other settings"):
             KeyHolder(w.roster, Identity(), key, True)
         roster = replace(w.roster, key_holder=holder_entry(silo.public_key, BFV, True, key.public_bytes))

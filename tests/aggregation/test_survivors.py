@@ -296,7 +296,7 @@ class TestHomomorphic:
         messages = world.contribute()
         request = world.signed_request(messages)
         del messages[world.victim]
-        world.server._inner._store.drop(["survivors/0"])
+        world.server._store.drop(["survivors/0"])
         with pytest.raises(AggregationError, match="past max_missing = 0"):
             world.total(messages)
         three = world.roster.bitmap(frozenset({0, 2, 3}))
@@ -328,7 +328,7 @@ class TestHomomorphic:
     def test_a_site_may_allow_fewer(self):
         world = HomomorphicWorld(4, max_missing=1, masks=False)
         name = world.ids[0]
-        inner = world.silos[name]._inner
+        inner = world.silos[name]
         own = HomomorphicSilo(
             world.roster, name, inner._identity, world.config, world.stores[name], max_missing=0, unbound=True,
         )  # fmt: skip
