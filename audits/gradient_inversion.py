@@ -36,22 +36,16 @@ SAME = 0.999
 #: Directions of the gradients' span are those with singular values above this share of the largest.
 _RANK = 1e-9
 BATCHES = (1, 2, 8, 64)
+#: The argument that attacks are after.
+COVARIATES = "x"
 
 
-def gradients(transcript: Transcript, silo: str, block: str = "direct") -> FloatArray:
+def gradients(transcript: Transcript, silo: str) -> FloatArray:
     """(R, D): a silo's gradient in the global coefficients, round by round, as plain sums show it."""
     if transcript.aggregation != "plain":
         raise InputError(f"under {transcript.aggregation} sums no silo's own gradient is in sight")
     pairs = zip(transcript.broadcasts(), contributions_in_clear(transcript), strict=True)
-    return np.stack([transcript.tables[b.phase].split(numbers[silo])[block] for b, numbers in pairs])
-
-
-def invert(gradient: FloatArray, intercept: int | None = 0) -> FloatArray:
-    """The covariates (D,) of the one record that a gradient (D,) is from; without an intercept up to scale."""
-    scale = gradient[intercept] if intercept is not None else np.linalg.norm(gradient)
-    if scale == 0:
-        raise InputError("a gradient of zero gives nothing away")
-    return np.asarray(gradient / scale)
+    return np.stack([transcript.tables[b.phase].split(numbers[silo])["direct"] for b, numbers in pairs])
 
 
 def distances(seen: FloatArray, candidates: FloatArray) -> FloatArray:
@@ -74,7 +68,6 @@ def study(
     batches: tuple[int, ...] = BATCHES,
     runs: int = 60,
     rounds: int = 100,
-    covariates: str = "x",
     each: Callable[[], None] = lambda: None,
 ) -> list[AuditRow]:
     """Two rows a batch size: is one round's gradient a record, and is a record in the batch of many rounds' gradients.
@@ -84,7 +77,7 @@ def study(
     """
     if batches[0] != 1:
         raise InputError("batches must begin with 1, which is the positive control")
-    found = {b: _one_size(model, data, b, runs, rounds, covariates, each) for b in batches}
+    found = {b: _one_size(model, data, b, runs, rounds, each) for b in batches}
     rows = []
     for size, (recovered, false, truth, scores, fresh) in found.items():
         detail: dict[str, Any] = {"batch": size, "runs": runs}
@@ -117,18 +110,16 @@ def study(
 
 
 def _one_size(
-    model: FederatedModel, data: Data, size: int, runs: int, rounds: int, covariates: str, each: Callable[[], None]
+    model: FederatedModel, data: Data, size: int, runs: int, rounds: int, each: Callable[[], None]
 ) -> tuple[int, int, FloatArray, FloatArray, FloatArray]:
-    total = len(data[covariates])
+    x = data[COVARIATES].numpy()
     laboratory = Laboratory(model, SFVI(iterations=rounds), Plain(), worlds=3 * runs, simulated=True)
     recovered = false = 0
     truth, scores, fresh = [], [], []
     for run in range(runs):
-        rows = torch.randperm(total, generator=torch.Generator().manual_seed(run))
-        silos = [{name: v[part] for name, v in data.items()} for part in rows[: 3 * size].split(size)]
-        seen = gradients(laboratory.run(silos, run).transcript, "silo-1")
-        inside = silos[0][covariates].numpy()
-        outside = data[covariates][rows[3 * size : 3 * size + max(size, 3)]].numpy()
+        rows, transcript = _batches(laboratory, data, size, run)
+        seen = gradients(transcript, "silo-1")
+        inside, outside = x[rows[:size]], x[rows[3 * size : 3 * size + max(size, 3)]]
         recovered += _closest(seen[0], inside) > SAME
         false += _closest(seen[0], outside) > SAME
         member, other, third = distances(seen, np.stack([inside[0], outside[0], outside[1]]))
@@ -137,6 +128,13 @@ def _one_size(
         fresh += [-third, -other]
         each()
     return recovered, false, np.array(truth), np.array(scores), np.array(fresh)
+
+
+def _batches(laboratory: Laboratory, data: Data, size: int, run: int) -> tuple[Tensor, Transcript]:
+    """A run of three silos that are batches of `size` records, and the records' places, those of the silos first."""
+    rows = torch.randperm(len(data[COVARIATES]), generator=torch.Generator().manual_seed(run))
+    silos = [{name: v[part] for name, v in data.items()} for part in rows[: 3 * size].split(size)]
+    return rows, laboratory.run(silos, run).transcript
 
 
 # ---- Records from gradients by optimisation: which batch would have given this gradient? ----
@@ -166,22 +164,20 @@ class Search:
 class Matcher:
     """Gradient matching for one model without local latents; `pool` is what the adversary knows of the population."""
 
-    def __init__(self, model: FederatedModel, pool: Data, covariates: str = "x") -> None:
+    def __init__(self, model: FederatedModel, pool: Data) -> None:
         schema, records = read_data(pool, "pool", torch.float64)
         layout, start = read_layout(model, check_schemas_agree({"pool": schema}), torch.float64)
         if layout.size("record") or layout.size("silo") or start.theta:
             raise InputError("gradients are matched in models whose parameters are all global latents")
-        if covariates not in records.rows or not records.rows[covariates].is_floating_point():
-            raise InputError(f"'{covariates}' is no argument of real numbers that a search could move")
-        self._density, self.covariates = ProgramDensity(model, layout, schema), covariates
-        self._others = {name: v for name, v in records.rows.items() if name != covariates}
-        values = records.rows[covariates]
+        self._density = ProgramDensity(model, layout, schema)
+        self._others = dict(records.rows)
+        values = self._others.pop(COVARIATES)
         self.mean, self.sd = values.mean(0), values.std(0)
 
     def gradient(self, z_global: Tensor, rows: Data) -> Tensor:
         """(n_global,): the batch's gradient at Z_G."""
         none = z_global.new_zeros(0)
-        count = len(rows[self.covariates])
+        count = len(rows[COVARIATES])
 
         def log_p(z: Tensor) -> Tensor:
             return self._density.evaluate(z, none, z.new_zeros(count, 0), {}, rows).records.sum()
@@ -203,10 +199,10 @@ class Matcher:
             return torch.randn(search.starts, size, *shape, generator=rng, dtype=torch.float64)
 
         free = {name: noise(*self._others[name].shape[1:]) for name in hidden}
-        free[self.covariates] = noise(*self.mean.shape)
+        free[COVARIATES] = noise(*self.mean.shape)
 
         def batch(free: Data) -> Data:
-            rows = {self.covariates: self.mean + varies * self.sd * free[self.covariates], **known}
+            rows = {COVARIATES: self.mean + varies * self.sd * free[COVARIATES], **known}
             for name in hidden:
                 low, high = self._others[name].min(0).values, self._others[name].max(0).values
                 rows[name] = low + (high - low) * torch.sigmoid(free[name])
@@ -216,12 +212,12 @@ class Matcher:
             got = vmap(lambda z: self.gradient(z, batch(free)))(z_global)
             cosine = torch.nn.functional.cosine_similarity(got, seen, -1)
             error = (got - seen).square().sum(-1) / seen.square().sum(-1)
-            return (1 - cosine + error).mean() + _PRIOR * free[self.covariates].square().mean()
+            return (1 - cosine + error).mean() + _PRIOR * free[COVARIATES].square().mean()
 
         free = _adam(free, loss, search)
         best = int(vmap(loss)(free).argmin())
         free = _polished({name: v[best] for name, v in free.items()}, loss, search)
-        return batch(free)[self.covariates].detach()
+        return batch(free)[COVARIATES].detach()
 
     def centred(self, values: Tensor) -> FloatArray:
         """(B, D): deviations from the population's mean."""
@@ -273,7 +269,6 @@ def inversion_rows(
     batches: tuple[int, ...] = MATCHED_BATCHES,
     rounds: tuple[int, ...] = (1, 32),
     runs: int = 12,
-    covariates: str = "x",
     known: tuple[str, ...] = ("y",),
     search: Search | None = None,
     each: Each = silent,
@@ -288,7 +283,7 @@ def inversion_rows(
         raise InputError("batches must begin with 1, which is the positive control")
     if runs < 10:
         raise InputError(f"{runs} runs: an interval needs at least 10")
-    matcher, how, rows = Matcher(model, data, covariates), search or Search(), []
+    matcher, how, rows = Matcher(model, data), search or Search(), []
     for length in rounds:
         found = {b: _matched_size(matcher, model, data, b, length, runs, known, how, each) for b in batches}
         for size, result in found.items():
@@ -348,14 +343,12 @@ def _matched_size(
     inside: list[FloatArray] = []
     outside: list[FloatArray] = []
     for run in range(runs):
-        order = torch.randperm(len(data[matcher.covariates]), generator=torch.Generator().manual_seed(run))
-        silos = [{name: v[part] for name, v in data.items()} for part in order[: 3 * size].split(size)]
-        transcript = laboratory.run(silos, run).transcript
+        order, transcript = _batches(laboratory, data, size, run)
         places = torch.stack([torch.as_tensor(b.tensors["z_global"]) for b in transcript.broadcasts()])
         seen = torch.from_numpy(gradients(transcript, "silo-1"))
-        told = {name: silos[0][name].to(seen) for name in known}
+        told = {name: data[name][order[:size]].to(seen) for name in known}
         guesses = matcher.centred(matcher.invert(places, seen, size, told, search, run))
-        truth, others = (matcher.centred(data[matcher.covariates][order[k : k + size]].to(seen)) for k in (0, 3 * size))
+        truth, others = (matcher.centred(data[COVARIATES][order[k : k + size]].to(seen)) for k in (0, 3 * size))
         best, cosines = matched(guesses, truth)
         false_best, false_cosines = matched(guesses, others)
         first += bool(cosines[0] > MATCHED)

@@ -6,6 +6,7 @@ column all the same. Whoever gets a dictionary reads levels and ranges: what sta
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import datetime
@@ -21,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from secure_fvi.errors import InputError
+from secure_fvi.files import read_bytes
 from secure_fvi.options import Says, check
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import RECORD_ID
@@ -226,26 +228,8 @@ class Dictionary:
 
 def read_dictionary(path: Path) -> Dictionary:
     """The dictionary in the TOML file `path`. Raises InputError with the file, the column and what is wrong."""
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise InputError(f"{path}: longer than the {MOST_BYTES} bytes that a dictionary may have")
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not a TOML file: not UTF-8 text") from None
-    except OSError as error:
-        raise InputError(f"cannot read dictionary '{path}': {error.strerror}") from None
-    return parse_dictionary(text, str(path))
-
-
-def parse_dictionary(text: str, source: str) -> Dictionary:
-    """The dictionary in TOML `text`. Raises InputError, prefixed with `source`."""
-    try:
-        table = wording.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{source}: not a TOML file: {str(error).splitlines()[0]}") from None
-    return dictionary_of(table, source)
+    content = read_bytes(Path(path), "dictionary", MOST_BYTES)
+    return dictionary_of(wording.read_toml(content.removeprefix(codecs.BOM_UTF8), str(path)), str(path))
 
 
 def dictionary_of(table: Mapping[str, Any], source: str) -> Dictionary:

@@ -82,6 +82,11 @@ def told(error: Exception) -> str:
     return HomeError.TOLD if isinstance(error, HomeError | InputError) else str(error)
 
 
+def visible(text: str) -> str:
+    """What others wrote, as a terminal or a log may show it: it moves no cursor and begins no line of its own."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def without_colours(text: str) -> str:
     """Without the codes by which a terminal changes colours."""
     return re.sub(r"\x1b\[[^m]*m?", "", text)

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves either the old content or the new."""
+"""Files: written so that a crash leaves either the old content or the new, read with an error in a line."""
 
 from __future__ import annotations
 
@@ -27,6 +27,27 @@ def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole. Raises InputError where that is impossible."""
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise InputError(f"cannot write '{path}': {error.strerror}") from None
+
+
+def read_bytes(path: Path, what: str, most: int = 1 << 20, makes: str = "") -> bytes:
+    """The content of a file of at most `most` bytes. Raises InputError that calls it `what`; makes: what makes one."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        hint = f"; {makes} makes one" if makes and isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"cannot read {what} '{path}': {error.strerror}{hint}") from None
+    if len(content) > most:
+        raise InputError(f"{what} '{path}' has more than {most} bytes")
+    return content
 
 
 def make_private(folder: Path) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, visible
 
 if TYPE_CHECKING:
     from secure_fvi.results import RunSummary
@@ -83,8 +83,7 @@ class _Printed:
 
 def plain(text: str) -> Text:
     """As it stands: no markup in names, and a line is one line, of what can be shown."""
-    shown = "".join(c if c.isprintable() else "?" for c in text)
-    return Text(shown, no_wrap=True, overflow="ignore")
+    return Text(visible(text), no_wrap=True, overflow="ignore")
 
 
 class Summary(_Printed):

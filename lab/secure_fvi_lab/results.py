@@ -39,16 +39,13 @@ simulated.
 @click.option("--out", type=click.Path(path_type=Path), help="File for the page (Markdown); stdout without it.")
 def results(folders: tuple[Path, ...], out: Path | None) -> None:
     """Write the page of all experiments whose NAME.json lies in DIR..."""
-    from secure_fvi.files import write_atomically
+    from secure_fvi.files import write_bytes
 
     text = page(folders)
     if out is None:
         click.echo(text, nl=False)
         return
-    try:
-        write_atomically(out, text.encode())
-    except OSError as error:
-        raise InputError(f"cannot write '{out}': {error.strerror}") from None
+    write_bytes(out, text.encode())
 
 
 def page(folders: Sequence[Path]) -> str:

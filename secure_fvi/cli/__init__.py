@@ -24,7 +24,7 @@ from secure_fvi.cli.policy import policy
 from secure_fvi.cli.run import report, run
 from secure_fvi.cli.serving import holder, server, silo
 from secure_fvi.cli.status import audit_log, status, watch
-from secure_fvi.errors import InputError, SecureFVIError
+from secure_fvi.errors import InputError, SecureFVIError, visible
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -173,7 +173,7 @@ def _fail(message: str, code: int, debug: bool) -> NoReturn:
 
 def _one_line(message: str) -> str:
     """What others wrote may stand in it."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
+    return visible(" ".join(message.split()))
 
 
 #: What this command has warned of.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, visible
+from secure_fvi.files import read_bytes, write_bytes
 
 if TYPE_CHECKING:
     from secure_fvi.privacy.events import Event
@@ -75,10 +76,7 @@ def verify(
     from secure_fvi.key_files import load_public_key
     from secure_fvi.privacy.ledger_account import verify as check
 
-    try:
-        shown = [path.read_bytes() for path in receipts]
-    except OSError as error:
-        raise InputError(f"cannot read the receipt '{error.filename}': {error.strerror}") from None
+    shown = [read_bytes(path, "the receipt") for path in receipts]
     pinned = None if public_key is None else load_public_key(public_key)
     accepted = [load_public_key(path) for path in witness_key] or None
     for chain in check(ledger, silo, pinned, shown, accepted):
@@ -160,14 +158,9 @@ def report(
     text = _render(report, form)
     if out is None:
         # What a ledger says may be another's, and a page is not made for terminals.
-        click.echo("".join(c if c.isprintable() or c == "\n" else "?" for c in text), nl=False)
+        click.echo("\n".join(map(visible, text.split("\n"))), nl=False)
         return
-    from secure_fvi.files import write_atomically
-
-    try:
-        write_atomically(out, text.encode())
-    except OSError as error:
-        raise InputError(f"cannot write '{out}': {error.strerror}") from None
+    write_bytes(out, text.encode())
 
 
 # ---- What `plan` prints ----

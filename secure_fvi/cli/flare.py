@@ -34,8 +34,9 @@ def flare() -> None:
 @click.option("--out", required=True, type=FILE, help="File for `nvflare provision -p`.")
 def project(home: Path, host: str, port: int, admin: str, scheme: Scheme, out: Path) -> None:
     """Write what FLARE's own provisioning reads, from the roster in force: each member under its own name."""
-    from secure_fvi.deployment.names import now, write_bytes
+    from secure_fvi.deployment.names import now
     from secure_fvi.engines.flare_kits import project as text
+    from secure_fvi.files import write_bytes
 
     write_bytes(out, text(open_home(home).roster(now()), host, port, admin, scheme).encode())
     click.echo(f"next: nvflare provision -p {out} -w kits --force; then give each member its folder below kits")

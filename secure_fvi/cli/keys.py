@@ -104,7 +104,8 @@ def init(name: str, role: str, home: Path, addresses: tuple[str, ...], ask_passp
     """
     from secure_fvi.deployment.home import Home
     from secure_fvi.deployment.keeping import request_text, write_template
-    from secure_fvi.deployment.names import ROLES, write_bytes
+    from secure_fvi.deployment.names import ROLES
+    from secure_fvi.files import write_bytes
 
     secret = passphrase(None, ask_passphrase, new=not unsealed)
     made = Home.create(home, name, next(r for r in ROLES if r == role), addresses, secret, unsealed)
@@ -146,7 +147,8 @@ def seal(home: Path, ask_passphrase: bool) -> None:
 def rotate(what: str, home: Path) -> None:
     """Make the next TLS key or identity. The present one serves until a roster names the next."""
     from secure_fvi.deployment.keeping import rotate_identity, rotate_tls
-    from secure_fvi.deployment.names import now, write_bytes
+    from secure_fvi.deployment.names import now
+    from secure_fvi.files import write_bytes
 
     opened = open_home(home)
     path = home / f"{opened.id}.request.toml"
@@ -214,8 +216,9 @@ def make(
     """Write a roster of the sites whose REQUESTS are given. It counts once all of them have signed it."""
     from secure_fvi.deployment.consortium import Sums, parse_roster, read_succession, write_roster
     from secure_fvi.deployment.keeping import check_changes, read_request
-    from secure_fvi.deployment.names import now, read_bytes, write_bytes
+    from secure_fvi.deployment.names import now
     from secure_fvi.errors import InputError
+    from secure_fvi.files import read_bytes, write_bytes
 
     if out.exists():
         raise InputError(f"--out: '{out}' is there already, and may have been signed; name another, or take it away")
@@ -249,7 +252,7 @@ def make(
 def show(file: Path) -> None:
     """Show the roster in FILE, its code, its hash for policies, and who has signed it."""
     from secure_fvi.deployment.consortium import parse_roster, signature_folder
-    from secure_fvi.deployment.names import read_bytes
+    from secure_fvi.files import read_bytes
 
     found = parse_roster(read_bytes(file, "the roster"), f"'{file}'")
     _show(found)
@@ -272,7 +275,8 @@ def sign(file: Path | None, home: Path, yes_code: str | None) -> None:
     """
     from secure_fvi.deployment.consortium import parse_roster
     from secure_fvi.deployment.keeping import sign as sign_installed
-    from secure_fvi.deployment.names import now, read_bytes
+    from secure_fvi.deployment.names import now
+    from secure_fvi.files import read_bytes
 
     opened = open_home(home)
     install_files(opened, () if file is None else (file,))

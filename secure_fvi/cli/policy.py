@@ -240,8 +240,8 @@ def allow(
     Floors stay as they are (min_cohort, epsilon, noise, ...): a job below them is refused here, and nothing is written.
     """
     from secure_fvi.deployment.job import data_set_of
-    from secure_fvi.deployment.names import read_bytes, write_bytes
     from secure_fvi.deployment.policy import check_one_name, read_policy
+    from secure_fvi.files import read_bytes, write_bytes
     from secure_fvi.runs import wording
     from secure_fvi.runs.federation import disclosure_of
     from secure_fvi.runs.records import job_dictionary
@@ -323,7 +323,7 @@ def _fits(decision: Decision, home: Home) -> str:
 
 
 def _put(path: Path, content: bytes) -> None:
-    from secure_fvi.deployment.names import write_bytes
+    from secure_fvi.files import write_bytes
 
     write_bytes(path, content)
     path.chmod(0o600)

@@ -87,8 +87,9 @@ def verify(page: Path, home: Path | None, roster: Path | None, logs: tuple[Path,
     from secure_fvi.deployment.consortium import check_signatures, parse_roster, signature_folder
     from secure_fvi.deployment.deciding import stated_policy
     from secure_fvi.deployment.evidence import check_log, check_report, signed_under
-    from secure_fvi.deployment.names import printable, read_bytes
+    from secure_fvi.deployment.names import printable
     from secure_fvi.errors import InputError, ProtocolError
+    from secure_fvi.files import read_bytes
 
     site = open_home(home) if home is not None and roster is None else None
     if site is not None:

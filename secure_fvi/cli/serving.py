@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from secure_fvi.cli.keys import home_option, open_home
+from secure_fvi.errors import visible
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.home import Home
@@ -195,14 +196,10 @@ class Lines(logging.Formatter):
     """A line to read. What others sent may stand in it: it moves no cursor and begins no line of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return _shown(super().formatMessage(record))
+        return visible(super().formatMessage(record))
 
     def formatException(self, info: Any) -> str:
-        return "\n".join(f"  {_shown(line)}" for line in super().formatException(info).splitlines())
-
-
-def _shown(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
+        return "\n".join(f"  {visible(line)}" for line in super().formatException(info).splitlines())
 
 
 def start_log(quiet: bool, form: str, **always: str) -> None:

@@ -143,10 +143,11 @@ def verify(
         read_succession,
         signature_folder,
     )
-    from secure_fvi.deployment.names import printable, read_bytes
+    from secure_fvi.deployment.names import printable
     from secure_fvi.deployment.trail_verify import check_key, compare
     from secure_fvi.deployment.trail_verify import verify as check
     from secure_fvi.errors import ProtocolError
+    from secure_fvi.files import read_bytes
     from secure_fvi.key_files import load_public_key
 
     shown = [read_bytes(path, "the receipt") for path in receipts]

@@ -45,10 +45,10 @@ from secure_fvi.deployment.names import (
     parse_table,
     parse_time,
     printable,
-    read_bytes,
     reading_code,
 )
 from secure_fvi.errors import HomeError, InputError, ProtocolError
+from secure_fvi.files import read_bytes
 from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
 

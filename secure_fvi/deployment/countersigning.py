@@ -26,10 +26,11 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.deployment.consortium import ConsortiumRoster, keys_of, read_succession
 from secure_fvi.deployment.home import Home
-from secure_fvi.deployment.names import now, read_bytes
+from secure_fvi.deployment.names import now
 from secure_fvi.deployment.policy import SitePolicy
 from secure_fvi.deployment.trail import TRAIL, Trail
 from secure_fvi.errors import ProtocolError
+from secure_fvi.files import read_bytes
 from secure_fvi.privacy.chain import ChainKind
 from secure_fvi.privacy.chain_file import ChainFile
 from secure_fvi.privacy.ledger import Ledger, read_chain

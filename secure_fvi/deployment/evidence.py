@@ -20,11 +20,11 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.consortium import ConsortiumRoster
-from secure_fvi.deployment.names import Hex32, Hex64, Id, Table, Time, format_time, now, parse_table, read_bytes
+from secure_fvi.deployment.names import Hex32, Hex64, Id, Table, Time, format_time, now, parse_table
 from secure_fvi.deployment.trail import JOB
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.files import write_atomically
+from secure_fvi.files import read_bytes, write_atomically
 from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
 from secure_fvi.runs.directory import EVIDENCE, REPORT, SIGNATURE, TABLE

@@ -36,9 +36,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.certificates import make_certificate, pem_of, read_certificate
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, load_roster, parse_roster, trusted
-from secure_fvi.deployment.names import Id, Role, Table, check_id, now, parse_table, read_bytes, write_bytes
+from secure_fvi.deployment.names import Id, Role, Table, check_id, now, parse_table
 from secure_fvi.errors import HomeError, InputError, ProtocolError, RecordError
-from secure_fvi.files import make_private
+from secure_fvi.files import make_private, read_bytes, write_bytes
 from secure_fvi.key_files import (
     TlsFiles,
     check_sealed,

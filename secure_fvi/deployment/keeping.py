@@ -29,8 +29,9 @@ from secure_fvi.deployment.consortium import (
     signature_folder,
 )
 from secure_fvi.deployment.home import Home, make_tls
-from secure_fvi.deployment.names import Hex32, Hex64, Id, Role, Table, format_time, parse_table, read_bytes, write_bytes
+from secure_fvi.deployment.names import Hex32, Hex64, Id, Role, Table, format_time, parse_table
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.files import read_bytes, write_bytes
 from secure_fvi.key_files import create_key, load_key
 from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
@@ -79,10 +80,9 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # A population that jobs may use, its file, and what all jobs on it may spend together.
 # [[data]]
 # id = "asthma-2026"
-# path = "/srv/data/asthma.csv"      # or .parquet, .json, .sqlite, .duckdb
+# path = "/srv/data/asthma.csv"      # or .parquet, .sqlite, .duckdb
 # dictionary = "asthma.toml"         # secure-fvi data describe drafts it, secure-fvi data check tries it
 # query = "SELECT * FROM data WHERE age IS NOT NULL"  # one SELECT over `data`, and over files that `tables` names
-# columns = { data = ["age", "smoker"] }  # of JSON: what the query sees; unless given, the dictionary's columns
 # missing = "drop"                   # leaves out rows with a gap, which are refused otherwise
 # cohort = "pinned"                  # refuses a job on other rows than the first one's; "said" notes it in the log
 # epsilon = 3.0

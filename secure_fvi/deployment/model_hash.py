@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import secure_fvi
-from secure_fvi.deployment.names import read_bytes
 from secure_fvi.errors import InputError
+from secure_fvi.files import read_bytes
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.records import formula_said
 

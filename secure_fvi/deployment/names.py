@@ -5,14 +5,12 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from secure_fvi.errors import InputError
-from secure_fvi.files import write_atomically
+from secure_fvi.errors import InputError, visible
 from secure_fvi.runs import wording
 from secure_fvi.runs.wording import first_error
 
@@ -75,7 +73,7 @@ def now() -> datetime.datetime:
 
 def printable(text: str, most: int = 1000) -> str:
     """`text` as a log or a terminal may show it: no control characters, and no more than `most` characters."""
-    shown = "".join(c if c.isprintable() else "?" for c in text[: most + 1])
+    shown = visible(text[: most + 1])
     return shown if len(text) <= most else shown[: most - 3] + "..."
 
 
@@ -88,27 +86,9 @@ class Table(BaseModel):
 T = TypeVar("T", bound=BaseModel)
 
 
-def read_bytes(path: Path, what: str, most: int = 1 << 20, makes: str = "") -> bytes:
-    """The content of a file of at most `most` bytes. Raises InputError that calls it `what`; makes: what makes one."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(most + 1)
-    except OSError as error:
-        hint = f"; {makes} makes one" if makes and isinstance(error, FileNotFoundError) else ""
-        raise InputError(f"cannot read {what} '{path}': {error.strerror}{hint}") from None
-    if len(content) > most:
-        raise InputError(f"{what} '{path}' has more than {most} bytes")
-    return content
-
-
 def parse_table(content: bytes, model: type[T], source: str) -> T:
     """The table that TOML `content` holds. Raises InputError, prefixed with `source`, which names the key."""
-    try:
-        table = wording.loads(content.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise InputError(f"{source}: not a TOML file: not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:  # a TOMLDecodeError, or a number beyond all measure
-        raise InputError(f"{source}: not a TOML file: {printable(str(error), 200)}") from None
+    table = wording.read_toml(content, source)
     try:
         return model.model_validate(_tuples(table))
     except ValidationError as error:
@@ -120,14 +100,6 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_tuples(v) for v in value)
     return {k: _tuples(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole. Raises InputError where that is impossible."""
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise InputError(f"cannot write '{path}': {error.strerror}") from None
 
 
 # ----

@@ -15,8 +15,9 @@ from pydantic import Field, model_validator
 
 from secure_fvi.aggregation.base import Form
 from secure_fvi.deployment.home import check_private
-from secure_fvi.deployment.names import Hex32, Table, parse_table, read_bytes
+from secure_fvi.deployment.names import Hex32, Table, parse_table
 from secure_fvi.errors import InputError
+from secure_fvi.files import read_bytes
 from secure_fvi.key_files import KEY_FILE_VARIABLE
 from secure_fvi.privacy.ledger_terms import Budget
 from secure_fvi.runs.config import Alignment, Config, Model

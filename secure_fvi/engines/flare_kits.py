@@ -32,9 +32,9 @@ from secure_fvi.checkpoints import latest_round
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
 from secure_fvi.deployment.job import silo_ids
-from secure_fvi.deployment.names import ROLES, Table, now, printable, write_bytes
+from secure_fvi.deployment.names import ROLES, Table, now, printable
 from secure_fvi.errors import InputError, SecureFVIError
-from secure_fvi.files import write_atomically
+from secure_fvi.files import write_atomically, write_bytes
 from secure_fvi.key_files import KEY_FILE_VARIABLE, PASSPHRASE_VARIABLE
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import read

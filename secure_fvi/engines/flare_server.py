@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
-from secure_fvi.deployment.names import parse_table, read_bytes
+from secure_fvi.deployment.names import parse_table
 from secure_fvi.deployment.serving import remote_federation
 from secure_fvi.driving import Progress
 from secure_fvi.engines.flare_kits import (
@@ -33,7 +33,7 @@ from secure_fvi.engines.letters import (
 from secure_fvi.engines.remote import Line, Remote, shown
 from secure_fvi.engines.stream_messages import Whole
 from secure_fvi.errors import InputError, SecureFVIError
-from secure_fvi.files import write_atomically
+from secure_fvi.files import read_bytes, write_atomically
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.running import execute_federation

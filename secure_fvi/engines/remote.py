@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from secure_fvi.engines.stream_messages import LONGEST, MESSAGE, REFUSAL, RESTART, Whole
 from secure_fvi.engines.transport import Transport
-from secure_fvi.errors import ProtocolError, SessionLost
+from secure_fvi.errors import ProtocolError, SessionLost, visible
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.home import Home
@@ -107,5 +107,4 @@ class Remote(Transport):
 
 def shown(text: bytes) -> str:
     """What another party wrote, as it may stand in a log."""
-    decoded = text.decode("utf-8", "replace")
-    return "".join(c if c.isprintable() else " " for c in decoded)
+    return visible(text.decode("utf-8", "replace"))

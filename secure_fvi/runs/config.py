@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import functools
 import importlib
@@ -341,17 +342,14 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises InputError with the file, the dotted key, the value and what would be right.
     """
     try:
-        table = wording.loads(path.read_text(encoding="utf-8-sig"))
+        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
         raise InputError(f"no configuration file '{path}'") from None
     except IsADirectoryError:
         raise InputError(f"'{path}' is a folder; give a configuration file") from None
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not a TOML file: not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not a TOML file: {str(error).splitlines()[0]}") from error
+    table = wording.read_toml(content, str(path))
     for text in overrides:
         override(table, text)
     config = parse(table, str(path))

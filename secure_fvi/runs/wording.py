@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from secure_fvi.errors import InputError, visible
+
 #: Kinds of value that no file can hold; an option that takes them as well is not described by them.
 _NOT_IN_FILES = {"callable_type", "is_instance_of"}
 #: Plain words for pydantic's types of error; anything else keeps its own words.
@@ -211,6 +213,16 @@ def loads(text: str) -> dict[str, Any]:
     table = tomllib.loads(text)
     _check_numbers(table)
     return table
+
+
+def read_toml(content: bytes, source: str) -> dict[str, Any]:
+    """`loads` of a file's content. Raises InputError, prefixed with `source`, for what is no TOML."""
+    try:
+        return loads(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise InputError(f"{source}: not a TOML file: not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:  # a TOMLDecodeError, or a number beyond all measure
+        raise InputError(f"{source}: not a TOML file: {visible(str(error).splitlines()[0])[:200]}") from None
 
 
 def _check_numbers(table: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.session_messages import CODEC, JOIN, Joined, unpack_schema
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
-from secure_fvi.dictionary import parse_dictionary
+from secure_fvi.dictionary import dictionary_of
 from secure_fvi.errors import AggregationError, DataError, InputError, PolicyError, ProtocolError
 from secure_fvi.messages import ROUND, SUM, encode_broadcast
 from secure_fvi.models.base import program
@@ -302,7 +302,7 @@ def test_a_formulas_hash_is_over_all_that_it_follows_from(paper: Study) -> None:
     assert check(paper.offer(), policy) is not None
     model = paper.config.model
     assert isinstance(model.dictionary, dict)
-    wider = parse_dictionary(DICTIONARY.replace("high = 10", "high = 11"), "d").to_table()
+    wider = dictionary_of(wording.loads(DICTIONARY.replace("high = 10", "high = 11")), "d").to_table()
     changes: list[dict[str, Any]] = [
         {"formula": FORMULA + " "}, {"family": "poisson"}, {"dictionary": wider},
         {"options": {**model.options, "priors": {"age": [0.0, 0.6]}}},
@@ -650,7 +650,7 @@ def test_a_giant_dictionary_is_refused_soon(paper: Study) -> None:
         check(found, policy)
     assert time.process_time() - began < 10
     # The same levels at the site: the design that would follow is refused before it is made.
-    own = parse_dictionary(DICTIONARY, "d").to_table()
+    own = dictionary_of(wording.loads(DICTIONARY), "d").to_table()
     own["columns"]["smoke"] = {"kind": "category", "levels": [f"l{k}" for k in range(60_000)]}
     paper.allow(
         "east",

@@ -25,7 +25,7 @@ from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import read_policy, rule_of
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail_verify import verify
-from secure_fvi.dictionary import parse_dictionary
+from secure_fvi.dictionary import dictionary_of
 from secure_fvi.errors import PolicyError
 from secure_fvi.runs import records, wording
 from secure_fvi.runs.config import Privacy, read
@@ -238,7 +238,7 @@ def test_where_the_server_adds_the_noise_a_record_fits_all_formulas_or_none(
         f'[columns.{name}]\nkind = "{kind}"\ncentre = 1.0\nscale = 1.0\n'
         for name, kind in (("colds", "integer"), ("dose", "number"))
     )
-    coded = {"dictionary": parse_dictionary(told, "d").to_table(), "options": {"most": {"rows": 4}}}
+    coded = {"dictionary": dictionary_of(wording.loads(told), "d").to_table(), "options": {"most": {"rows": 4}}}
     jobs: list[dict[str, Any]] = [{**coded, "formula": "colds ~ dose + (1 | child)", "family": "gaussian"}] * 2
     jobs[1] = jobs[0] | {"family": {"family": "poisson"}, "most": {"options": {"most": {"rows": 3}}}}.get(by, {})
     rules = [rule_of(study.config.model.model_copy(update=job)) for job in jobs]

@@ -51,7 +51,7 @@ from secure_fvi.deployment.home import Home, _close, check_private
 from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
 from secure_fvi.deployment.keeping import install, sign, write_template
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.names import Hex32, Table, parse_table, read_bytes, write_bytes
+from secure_fvi.deployment.names import Hex32, Table, parse_table
 from secure_fvi.deployment.serving import Hub, remote_federation
 from secure_fvi.deployment.session_messages import (
     CODEC,
@@ -80,6 +80,7 @@ from secure_fvi.errors import (
     SessionLost,
 )
 from secure_fvi.federated_model import Schema
+from secure_fvi.files import read_bytes, write_bytes
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row
 from secure_fvi.privacy.ledger_terms import LEDGER, Budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import types
 from contextlib import closing, nullcontext
@@ -22,9 +23,9 @@ from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry, logged_policy
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
-from secure_fvi.deployment.keeping import write_template
+from secure_fvi.deployment.keeping import TEMPLATE, write_template
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.policy import ModelRule, SitePolicy, read_policy
+from secure_fvi.deployment.policy import DataRule, ModelRule, PrivacyRules, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check, check_terms, unjudged
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.deployment.trail_verify import rows, verify
@@ -841,6 +842,21 @@ def test_a_key_holder_has_no_model_and_no_data(site: Site, world: World) -> None
     ):
         with pytest.raises(PolicyError, match=says):
             check(offer, site.policy(**{**rules, **change}), "holder")
+
+
+def test_keys_that_a_new_policy_shows_are_there() -> None:
+    """Each of the commented ones: a site takes away the mark before it, and a key that is none is refused."""
+    shown: dict[str, set[str]] = {}
+    table = "top"
+    for line in TEMPLATE.splitlines():
+        if (named := re.match(r"(?:# )?\[+(\w+)\]+", line)) is not None:
+            table = named[1]
+        elif (key := re.match(r"# {1,4}(\w+) = ", line)) is not None:
+            shown.setdefault(table, set()).add(key[1])
+    assert {"query", "cohort", "epsilon"} <= shown["data"]  # the control
+    assert shown["data"] <= DataRule.model_fields.keys()
+    assert shown["model"] <= ModelRule.model_fields.keys()
+    assert shown["privacy"] <= PrivacyRules.model_fields.keys()
 
 
 def test_refusals_hold_no_control_characters(site: Site) -> None:
