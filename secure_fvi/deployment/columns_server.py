@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from secure_fvi.deployment.columns_job import (
     matching_roster,
     read_aligned,
 )
-from secure_fvi.deployment.countersigning import answer_of, hold_to_seen, open_ledger
+from secure_fvi.deployment.countersigning import Exchange, answer_of, hold_to_seen, open_ledger
 from secure_fvi.deployment.holding import open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
@@ -187,12 +187,7 @@ class ServerColumns:
         return Guards({}, holder=holder)
 
     def agreed(
-        self,
-        joined: Mapping[str, Schema],
-        offer: JobOffer,
-        home: Home,
-        folder: Path,
-        exchange: Callable[[Mapping[str, bytes]], dict[str, bytes]],
+        self, joined: Mapping[str, Schema], offer: JobOffer, home: Home, folder: Path, exchange: Exchange
     ) -> Schema:
         """Find out who the people are, and tell all silos the response where they share it; the schema that the session
         is bound to. joined: what each silo says of its rows, nothing before they are matched. folder: what this process
@@ -242,13 +237,7 @@ class ServerColumns:
         """Of a run that has ended."""
         return column_result(done, self.algorithm, aggregation)
 
-    def _carried(
-        self,
-        offer: JobOffer,
-        home: Home,
-        folder: Path,
-        exchange: Callable[[Mapping[str, bytes]], dict[str, bytes]],
-    ) -> tuple[bytes, int]:
+    def _carried(self, offer: JobOffer, home: Home, folder: Path, exchange: Exchange) -> tuple[bytes, int]:
         """The order and how many people are in it, by matching in which this process is the matcher, without a list.
         Kept, since silos that have ended the job answer no more."""
         path = folder / "people"
@@ -266,12 +255,7 @@ class ServerColumns:
         kept = path.read_bytes()
         return kept[:32], int.from_bytes(kept[32:], "big")
 
-    def _passed_on(
-        self,
-        joined: Mapping[str, Schema],
-        folder: Path,
-        exchange: Callable[[Mapping[str, bytes]], dict[str, bytes]],
-    ) -> bytes:
+    def _passed_on(self, joined: Mapping[str, Schema], folder: Path, exchange: Exchange) -> bytes:
         """The digest of the response, once the silo that has it has told it to every other, sealed for each."""
         assert self.holder is not None
         told = folder / "told"
@@ -297,13 +281,7 @@ class ServerColumns:
         write_atomically(told, next(iter(known.values())))
         return told.read_bytes()
 
-    def _matched(
-        self,
-        offer: JobOffer,
-        home: Home,
-        folder: Path,
-        exchange: Callable[[Mapping[str, bytes]], dict[str, bytes]],
-    ) -> tuple[bytes, Any]:
+    def _matched(self, offer: JobOffer, home: Home, folder: Path, exchange: Exchange) -> tuple[bytes, Any]:
         """Order and rows of the response's file, by matching in which this process is the matcher and a party."""
         agreed = home.roster(now())
         roster, identity = matching_roster(agreed, offer), home.identity_in(agreed)

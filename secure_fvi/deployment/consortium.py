@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 import msgpack
 from cryptography import x509
@@ -35,8 +35,9 @@ from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.deployment.certificates import from_text, key_hash, named_by, pem_of, pinned_name, read_certificate
 from secure_fvi.deployment.names import (
+    Bytes32,
+    Bytes64,
     Hex32,
-    Hex64,
     Id,
     Role,
     Table,
@@ -302,19 +303,13 @@ def _canonical(file: _File) -> bytes:
 # ---- Signatures of all members ----
 
 
-class Signature(NamedTuple):
+class Signature(Table):
     """A detached signature: whose, over which roster (its hash)."""
 
-    member: str
-    roster: bytes
-    signature: bytes
-
-
-class _SignatureFile(Table):
     format: Literal[1]
     member: Id
-    roster: Hex32
-    signature: Hex64
+    roster: Bytes32
+    signature: Bytes64
 
 
 def sign_roster(roster: ConsortiumRoster, name: str, identity: Identity) -> bytes:
@@ -324,12 +319,6 @@ def sign_roster(roster: ConsortiumRoster, name: str, identity: Identity) -> byte
     signature = identity.sign(LABEL_ROSTER + roster.hash)
     table = {"format": 1, "member": name, "roster": roster.hash.hex(), "signature": signature.hex()}
     return wording.dumps(table).encode()
-
-
-def read_signature(content: bytes, source: str) -> Signature:
-    """Raises InputError where there is none."""
-    file = parse_table(content, _SignatureFile, source)
-    return Signature(file.member, bytes.fromhex(file.roster), bytes.fromhex(file.signature))
 
 
 def check_signature(roster: ConsortiumRoster, signature: Signature) -> None:
@@ -363,7 +352,7 @@ def check_signatures(roster: ConsortiumRoster, folder: Path) -> None:
     one is missing."""
     seen = set()
     for path in sorted(folder.glob("*.sig")):
-        signature = read_signature(read_bytes(path, "the signature"), f"'{path}'")
+        signature = parse_table(read_bytes(path, "the signature"), Signature, f"'{path}'")
         check_signature(roster, signature)
         seen.add(signature.member)
     missing = [name for name in roster.members if name not in seen]
@@ -383,43 +372,26 @@ def signature_folder(roster: Path) -> Path:
 LABEL_SUCCESSION = b"secure-fvi/identity-succession/1/"
 
 
-class Succession(NamedTuple):
+class Succession(Table):
     """An identity's word for the one that follows it, and that one's own."""
 
-    member: str
-    before: bytes
-    after: bytes
-    made: datetime.datetime
-    signature: bytes
-    signature_after: bytes
-
-
-class _SuccessionFile(Table):
     format: Literal[1]
     kind: Literal["identity-succession"]
     member: Id
-    before: Hex32
-    after: Hex32
+    before: Bytes32
+    after: Bytes32
     made: Time
-    signature: Hex64
-    signature_after: Hex64
+    signature: Bytes64
+    signature_after: Bytes64
 
 
 def read_succession(content: bytes, source: str) -> Succession:
     """Raises InputError where there is none, ProtocolError unless both identities signed it."""
-    f = parse_table(content, _SuccessionFile, source)
-    found = Succession(
-        f.member,
-        bytes.fromhex(f.before),
-        bytes.fromhex(f.after),
-        parse_time(f.made),
-        bytes.fromhex(f.signature),
-        bytes.fromhex(f.signature_after),
-    )
-    statement = digest_of(f.member, found.before + found.after, f.made)
+    found = parse_table(content, Succession, source)
+    statement = digest_of(found.member, found.before + found.after, found.made)
     for key, signature in ((found.before, found.signature), (found.after, found.signature_after)):
         if not signed(key, LABEL_SUCCESSION, statement, signature):
-            raise ProtocolError(f"{source}: the succession of '{f.member}' is not signed by both identities")
+            raise ProtocolError(f"{source}: the succession of '{found.member}' is not signed by both identities")
     return found
 
 

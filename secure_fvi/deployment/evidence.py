@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.consortium import ConsortiumRoster
-from secure_fvi.deployment.names import Hex32, Hex64, Id, Table, Time, format_time, now, parse_table
+from secure_fvi.deployment.names import Bytes64, Hex32, Id, Table, Time, format_time, now, parse_table
 from secure_fvi.deployment.trail import JOB
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.errors import InputError, ProtocolError
@@ -83,7 +83,7 @@ class _Signed(Table):
     job: str
     time: Time
     files: dict[Annotated[str, AfterValidator(_plain_name)], Hex32]
-    signature: Hex64
+    signature: Bytes64
 
 
 class Checked(NamedTuple):
@@ -131,7 +131,7 @@ def check_report(page: Path, roster: ConsortiumRoster) -> Checked:
     if signer.role != "server":
         raise ProtocolError(f"the report was signed by '{found.member}', which is no server in the roster")
     statement = _statement(found.model_dump(), found.files)
-    if not signed(signer.identity_key, _LABEL, statement, bytes.fromhex(found.signature)):
+    if not signed(signer.identity_key, _LABEL, statement, found.signature):
         raise ProtocolError(f"the signature is not by the identity of '{found.member}' over this list of files")
     if missing := {REPORT, EVIDENCE} - found.files.keys():
         raise ProtocolError(f"the signature does not cover {' and '.join(sorted(missing))}")

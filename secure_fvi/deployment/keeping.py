@@ -19,17 +19,17 @@ from secure_fvi.deployment.consortium import (
     LABEL_SUCCESSION,
     ConsortiumRoster,
     Member,
+    Signature,
     Succession,
     check_signature,
     digest_of,
     parse_roster,
-    read_signature,
     read_succession,
     sign_roster,
     signature_folder,
 )
 from secure_fvi.deployment.home import Home, make_tls
-from secure_fvi.deployment.names import Hex32, Hex64, Id, Role, Table, format_time, parse_table
+from secure_fvi.deployment.names import Bytes32, Bytes64, Id, Role, Table, format_time, parse_table
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.files import read_bytes, write_bytes
 from secure_fvi.key_files import create_key, load_key
@@ -117,7 +117,7 @@ def install(home: Home, source: Path, now: datetime.datetime) -> str:
     content = read_bytes(source, "the file", 1 << 26)
     where = f"'{source}'"
     if source.suffix == ".sig":
-        signature = read_signature(content, where)
+        signature = parse_table(content, Signature, where)
         home.newest_roster_file()  # where there is none, that is what is wrong
         rosters = [(path, _read_roster(path)) for path in home.roster_files()]
         path, roster = next((r for r in rosters if r[1].hash == signature.roster), rosters[0])
@@ -261,16 +261,15 @@ class _File(Table):
     format: Literal[2]
     id: Id
     role: Role
-    identity: Hex32
+    identity: Bytes32
     certificate: str
-    signature: Hex64
+    signature: Bytes64
 
 
 def make_request(name: str, role: Role, identity: Identity, certificate: str) -> str:
     """The text of a request file. certificate: DER in base64."""
-    public = identity.public_key.hex()
-    signature = identity.sign(LABEL_REQUEST + _statement(name, role, public, certificate)).hex()
-    said = {"id": name, "role": role, "identity": public, "certificate": certificate}
+    signature = identity.sign(LABEL_REQUEST + _statement(name, role, identity.public_key, certificate)).hex()
+    said = {"id": name, "role": role, "identity": identity.public_key.hex(), "certificate": certificate}
     return wording.dumps({"format": 2, **said, "signature": signature})
 
 
@@ -278,21 +277,17 @@ def read_request(content: bytes, source: str) -> Member:
     """Who asks, as a roster would name it. Raises InputError for no request, ProtocolError where its signature does not
     hold."""
     file = parse_table(content, _File, source)
-    if not signed(
-        bytes.fromhex(file.identity),
-        LABEL_REQUEST,
-        _statement(file.id, file.role, file.identity, file.certificate),
-        bytes.fromhex(file.signature),
-    ):
+    statement = _statement(file.id, file.role, file.identity, file.certificate)
+    if not signed(file.identity, LABEL_REQUEST, statement, file.signature):
         raise ProtocolError(f"{source}: the request is not signed by the identity that it names; it was altered")
     try:
-        return Member(id=file.id, role=file.role, identity=file.identity, certificate=file.certificate)
+        return Member(id=file.id, role=file.role, identity=file.identity.hex(), certificate=file.certificate)
     except ValidationError as error:
         raise InputError(f"{source}: {error.errors()[0]['ctx']['error']}") from None
 
 
-def _statement(name: str, role: str, identity: str, certificate: str) -> bytes:
-    return hashlib.sha256(msgpack.packb([name, role, bytes.fromhex(identity), certificate])).digest()
+def _statement(name: str, role: str, identity: bytes, certificate: str) -> bytes:
+    return hashlib.sha256(msgpack.packb([name, role, identity, certificate])).digest()
 
 
 def succeed(member: str, before: Identity, after: Identity, now: datetime.datetime) -> bytes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from secure_fvi.errors import InputError, visible
 from secure_fvi.runs import wording
@@ -31,20 +32,21 @@ def check_id(name: str) -> str:
     return name
 
 
-def read_hex(length: int) -> Any:
+def _hex(length: int) -> Callable[[object], str]:
     """A pydantic check for bytes written as lowercase hexadecimal digits."""
 
-    def check(text: str) -> str:
-        if not re.fullmatch(rf"[0-9a-f]{{{2 * length}}}", text):
+    def check(text: object) -> str:
+        if not isinstance(text, str) or not re.fullmatch(rf"[0-9a-f]{{{2 * length}}}", text):
             raise ValueError(f"must be {2 * length} hexadecimal digits")
         return text
 
-    return AfterValidator(check)
+    return check
 
 
 Id = Annotated[str, AfterValidator(check_id)]
-Hex32 = Annotated[str, read_hex(32)]
-Hex64 = Annotated[str, read_hex(64)]
+Hex32 = Annotated[str, AfterValidator(_hex(32))]
+Bytes32 = Annotated[bytes, BeforeValidator(lambda text: bytes.fromhex(_hex(32)(text)))]
+Bytes64 = Annotated[bytes, BeforeValidator(lambda text: bytes.fromhex(_hex(64)(text)))]
 
 
 def _time(text: str) -> str:
