@@ -177,17 +177,9 @@ class WithHolder:
         """See `HomomorphicServer.prepare`."""
         return self._carry(self.server.prepare(index))
 
-    def total(
-        self,
-        index: int,
-        cohort: Sequence[str],
-        table: BlockTable,
-        contributions: Mapping[str, bytes],
-        context: bytes,
-        question: bytes | None = None,
-    ) -> Exchanges[Total]:
+    def total(self, *asked: Any, **more: Any) -> Exchanges[Total]:
         """See `HomomorphicServer.total`."""
-        return self._carry(self.server.total(index, cohort, table, contributions, context, question))
+        return self._carry(self.server.total(*asked, **more))
 
     def _carry(self, exchanges: Exchanges[T]) -> Exchanges[T]:
         """Pass on what goes to silos; answer what goes to the key holder."""

@@ -321,12 +321,9 @@ class Rates(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """What the runs prove with `confidence`, under `assumption`."""
+    """What the runs prove, under `assumption`."""
 
     epsilon: float
-    delta: float
-    confidence: float
-    method: Method
     assumption: str
     rates: Rates | None  # of the test, where the method has one
     mu: float | None = None  # of Gaussian DP, where the method has one
@@ -364,10 +361,8 @@ def bound_of_rates(rates: Rates, delta: float, method: Method, confidence: float
     fpr, fnr = rates.upper(confidence)
     if method == "gaussian":
         mu = max(0.0, float(norm.isf(fpr) - norm.ppf(fnr)))
-        found = epsilon_of_gaussian(mu, delta)
-        return Bound(found, delta, confidence, method, ASSUMPTIONS[method], rates, mu)
-    found = max(float(_log_ratios(fpr, fnr, delta)), 0.0)
-    return Bound(found, delta, confidence, method, ASSUMPTIONS[method], rates)
+        return Bound(epsilon_of_gaussian(mu, delta), ASSUMPTIONS[method], rates, mu)
+    return Bound(max(float(_log_ratios(fpr, fnr, delta)), 0.0), ASSUMPTIONS[method], rates)
 
 
 def bound(
@@ -400,10 +395,8 @@ def _bound_of_normals(outside: FloatArray, inside: FloatArray, delta: float, con
     gaps, freedom = both[1] - both[0], pairs - 1
     gap = gaps.mean() - student.isf(error / 10, freedom) * gaps.std(ddof=1) / math.sqrt(pairs)
     spread = both.std(1, ddof=1).max() * math.sqrt(freedom / chi2.ppf(0.45 * error, freedom))
-    mu = max(0.0, float(gap)) / max(float(spread), 1e-300)
-    mu = min(mu, _LARGEST_MU)
-    found = epsilon_of_gaussian(mu, delta)
-    return Bound(found, delta, confidence, "normal", ASSUMPTIONS["normal"], None, mu)
+    mu = min(max(0.0, float(gap)) / max(float(spread), 1e-300), _LARGEST_MU)
+    return Bound(epsilon_of_gaussian(mu, delta), ASSUMPTIONS["normal"], None, mu)
 
 
 def normal_p(scores: Scores) -> float:
@@ -1165,9 +1158,6 @@ class OneRun(NamedTuple):
     `epsilon`."""
 
     epsilon: float
-    delta: float
-    confidence: float
-    canaries: int
     guesses: int
     correct: int
     assumption: str = ASSUMPTIONS["clopper-pearson"]
@@ -1242,14 +1232,12 @@ def lower_bound(
     allowed, counts = 1 - confidence, (canaries, guesses, correct)
     if method == "one run, gaussian":
         mu = _largest(lambda mu: beyond_gaussian(mu, *counts, allowed), _LARGEST_MU)
-        epsilon = epsilon_of_gaussian(mu, delta)
-        return OneRun(epsilon, delta, confidence, *counts, ASSUMPTIONS["gaussian"], mu)
+        return OneRun(epsilon_of_gaussian(mu, delta), guesses, correct, ASSUMPTIONS["gaussian"], mu)
     if method == "one run, independent":
         mu = _largest(lambda mu: allowed - chance_of_right(mu, *counts), _LARGEST_MU)
         assumption = f"{ASSUMPTIONS['gaussian']}, and canaries are told apart independently"
-        return OneRun(epsilon_of_gaussian(mu, delta), delta, confidence, *counts, assumption, mu)
-    epsilon = _largest(lambda epsilon: allowed - p_value(epsilon, delta, *counts), _LARGEST)
-    return OneRun(epsilon, delta, confidence, *counts)
+        return OneRun(epsilon_of_gaussian(mu, delta), guesses, correct, assumption, mu)
+    return OneRun(_largest(lambda epsilon: allowed - p_value(epsilon, delta, *counts), _LARGEST), guesses, correct)
 
 
 def _largest(against: Callable[[float], float], most: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.stats import beta, binom, norm, rankdata
@@ -41,9 +41,9 @@ def advantage(right: int, trials: int, confidence: float = CONFIDENCE) -> Estima
     return Estimate(*(2 * p - 1 for p in proportion(right, trials, confidence)))
 
 
-def power_of_advantage(estimate: Estimate, trials: int, confidence: float = CONFIDENCE) -> float:
+def power_of_advantage(estimate: Estimate, trials: int) -> float:
     """Probability that `trials` guesses, right as often as the interval's lower end says, give an advantage above 0."""
-    least = next((k for k in range(trials + 1) if advantage(k, trials, confidence).low > 0), trials + 1)
+    least = next((k for k in range(trials + 1) if advantage(k, trials).low > 0), trials + 1)
     return float(binom.sf(least - 1, trials, (1 + estimate.low) / 2))
 
 
@@ -98,23 +98,16 @@ def _logistic(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
 
 
-class RateAt(NamedTuple):
-    """True-positive rate at a false-positive rate that is asked for."""
-
-    rate: Estimate
-    asked: float
-    threshold: float  # infinite where the rows outside are too few for so low a rate
-
-
-def tpr_at_fpr(truth: FloatArray, guesses: FloatArray, fpr: float, confidence: float = CONFIDENCE) -> RateAt:
-    """The threshold is the k-th largest guess outside, k = floor(fpr (n + 1)): a fresh row outside passes it with a
-    probability of at most `fpr` (a conformal bound, whatever the distribution). Interval: Clopper and Pearson."""
+def tpr_at_fpr(truth: FloatArray, guesses: FloatArray, fpr: float) -> tuple[Estimate, float]:
+    """True-positive rate (Clopper and Pearson's interval) and threshold: the k-th largest guess outside, k =
+    floor(fpr (n + 1)), which a fresh row outside passes with a probability of at most `fpr` (a conformal bound,
+    whatever the distribution); infinite where the rows outside are too few for so low a rate."""
     inside, outside = guesses[truth > 0.5], np.sort(guesses[truth <= 0.5])
     if not len(inside) or not 0 < fpr < 1:
         raise InputError(f"a rate at fpr = {fpr} over {len(inside)} rows cannot be")
     k = math.floor(fpr * (len(outside) + 1) + 1e-9)
     threshold = float(outside[-k]) if k else math.inf
-    return RateAt(proportion(int((inside > threshold).sum()), len(inside), confidence), fpr, threshold)
+    return proportion(int((inside > threshold).sum()), len(inside)), threshold
 
 
 # ---- What (epsilon, delta) allows any test ----
@@ -145,7 +138,7 @@ def told_at(truth: FloatArray, guesses: FloatArray, allowed: tuple[float, float]
     allows, and the same as a note in words."""
     detail, words = dict[str, Any](), list[str]()
     for rate in RATES:
-        found, _, threshold = tpr_at_fpr(truth, guesses, rate)
+        found, threshold = tpr_at_fpr(truth, guesses, rate)
         if threshold == math.inf:  # too few rows for so low a rate
             continue
         detail[f"tpr_at_fpr_{rate:g}"] = list(found)
@@ -232,7 +225,7 @@ def _bootstrap(
 _FARTHEST = 4.0
 _PENALTIES = np.logspace(-4, 6, 31)
 _COLUMNS = (8, 32, 128)
-_FOLDS = 4
+_FOLDS, CROSS_FOLDS = 4, 5
 
 
 def ridge(known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatArray:
@@ -279,15 +272,15 @@ def _fitted(x: FloatArray, centred: FloatArray, new: FloatArray) -> FloatArray:
 Attack = Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
 
 
-def cross_fitted(attack: Attack, x: FloatArray, y: FloatArray, groups: Groups, folds: int = 5) -> FloatArray:
+def cross_fitted(attack: Attack, x: FloatArray, y: FloatArray, groups: Groups) -> FloatArray:
     """Guesses (B,) for every row from an attack that was trained on other groups. Folds follow a fixed seed."""
     names = np.unique(groups)
-    if len(names) < 2 * folds:
-        raise InputError(f"{len(names)} groups for {folds} folds; an attack needs at least {2 * folds}")
-    fold_of = dict(zip(names, np.random.default_rng(1).permutation(len(names)) % folds, strict=True))
+    if len(names) < 2 * CROSS_FOLDS:
+        raise InputError(f"{len(names)} groups for {CROSS_FOLDS} folds; an attack needs at least {2 * CROSS_FOLDS}")
+    fold_of = dict(zip(names, np.random.default_rng(1).permutation(len(names)) % CROSS_FOLDS, strict=True))
     fold = np.array([fold_of[g] for g in groups])
     out = np.empty(len(y))
-    for k in range(folds):
+    for k in range(CROSS_FOLDS):
         out[fold == k] = attack(x[fold != k], y[fold != k], x[fold == k])
     return out
 

@@ -65,7 +65,6 @@ def record(
     config: Vertical,
     aggregation: SecureSum,
     privacy: DP | None = None,
-    seed: int = 0,
     *,
     simulated: bool,
     real_data: bool = False,
@@ -73,7 +72,7 @@ def record(
 ) -> World:
     """A whole run, watched. `each` is told after every round."""
     model, silos = columns_of(data, likelihood)
-    run = sf.run(model, silos, config, aggregation, privacy, seed, silo_ids=list(data.silos), compile=False)
+    run = sf.run(model, silos, config, aggregation, privacy, silo_ids=list(data.silos), compile=False)
     recorder = Recorder(run.server, run.engine, aggregation.kind, simulated=simulated, real_data=real_data)
     for _ in run:
         each()

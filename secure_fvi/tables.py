@@ -207,8 +207,6 @@ def read_coded(
     query: str | None = None,
     missing: Missing = "refuse",
     only: Iterable[str] | None = None,
-    memory: str = MEMORY,
-    seconds: float = SECONDS,
     spoilt: str | None = None,
 ) -> Coded:
     """The columns of `dictionary` (of those, `only`), coded. Raises DataError, which names columns and rows.
@@ -220,7 +218,7 @@ def read_coded(
     are all rows whose id stands twice in the column of that name, where a row is a record; "" where it is not. None may
     be left. So a record follows from its own row, or counts as nothing, and no refusal tells of it.
     """
-    found = check_table(files, dictionary, query, only, memory, seconds, spoilt is not None)
+    found = check_table(files, dictionary, query, only, spoilt is not None)
     if spoilt is not None:
         return _unspoilt(found, missing, spoilt)
     if found.findings and not isinstance(dictionary, Dictionary):  # of numbers alone, as a table without one is read
@@ -350,13 +348,11 @@ def check_table(
     dictionary: Coding,
     query: str | None = None,
     only: Iterable[str] | None = None,
-    memory: str = MEMORY,
-    seconds: float = SECONDS,
     spoilt: bool = False,
 ) -> Coded:
     """The same with all that does not fit among `findings`; values there are 0. Raises DataError for a table that
     cannot be read at all or lacks a column. spoilt: as of `opened`."""
-    with opened(files, query, memory, seconds, spoilt) as table:
+    with opened(files, query, spoilt) as table:
         found = _checked(table, dictionary, only, not spoilt)
         return found._replace(spoilt=tuple(table.left_out)) if spoilt else found
 
@@ -622,8 +618,6 @@ class Opened:
 def opened(
     files: Path | Mapping[str, Path],
     query: str | None = None,
-    memory: str = MEMORY,
-    seconds: float = SECONDS,
     spoilt: bool = False,
 ) -> Iterator[Opened]:
     """The rows of `query` over `files`, or of the only table in them. Raises DataError for a file that cannot be read
@@ -634,8 +628,8 @@ def opened(
     paths = {name: _regular(Path(path)) for name, path in named.items()}
     duckdb = _duckdb()
     config: dict[str, Any] = {
-        "memory_limit": memory,
-        "max_execution_time": str(int(1000 * seconds)),
+        "memory_limit": MEMORY,
+        "max_execution_time": str(int(1000 * SECONDS)),
         "temp_directory": "",
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
@@ -648,7 +642,7 @@ def opened(
         config["threads"] = "1"
     with (
         contextlib.ExitStack() as copies,
-        _in_other_words(seconds, memory, paths.values()),
+        _in_other_words(paths.values()),
         duckdb.connect(":memory:", config=config) as connection,
     ):
         connection.execute("SET enable_progress_bar = false")  # it would go to the standard output
@@ -658,15 +652,13 @@ def opened(
         more = ",common_subexpressions,in_clause" if spoilt else ""
         connection.execute(f"SET disabled_optimizers = 'type_pushdown{more}'")
         left_out: list[str] | None = [] if spoilt else None
-        shown = {
-            p: p if left_out is None else copies.enter_context(_readable(p, seconds, left_out)) for p in paths.values()
-        }
+        shown = {p: p if left_out is None else copies.enter_context(_readable(p, left_out)) for p in paths.values()}
         parquet = [_quoted(str(p)) for p in paths.values() if spoilt and _format(p) == "parquet"]
         unread = [name for where in parquet for name, _, checked in _columns_of(connection, where) if checked]
         tables = [
             table
             for name, path in paths.items()
-            for table in _let_in(connection, name, path, shown[path], query, seconds, left_out)
+            for table in _let_in(connection, name, path, shown[path], query, left_out)
         ]
         # DuckDB's own files are attached by now, and attached they stay.
         paths_sql = ", ".join(_quoted(str(shown[p])) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))
@@ -713,7 +705,7 @@ def _held(table: Any, wanted: Sequence[str]) -> Iterator[Opened]:
         raise DataError(f"columns of different lengths: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
     config = {"python_enable_replacements": "false"}
     duckdb = _duckdb()
-    with _in_other_words(SECONDS, MEMORY), duckdb.connect(":memory:", config=config) as connection:
+    with _in_other_words(), duckdb.connect(":memory:", config=config) as connection:
         connection.execute("SET enable_progress_bar = false")
         types = dict.fromkeys(names, "")
         if cells:
@@ -997,7 +989,6 @@ def _let_in(
     path: Path,
     shown: Path,
     query: str | None,
-    seconds: float,
     left_out: list[str] | None,
 ) -> list[str]:
     """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them.
@@ -1012,7 +1003,7 @@ def _let_in(
         ).fetchall()
         return [".".join(map(_identifier, (name, *parts))) for parts in held]
     if kind == "sqlite":
-        return _copied(connection, name, path, query, seconds, left_out)
+        return _copied(connection, name, path, query, left_out)
     if kind == "csv":
         columns, mark = _header(path, left_out is not None)
         # In parallel it begins a part of 8 MB in quotes, too, where these hold what looks like lines, and fails. One
@@ -1061,7 +1052,7 @@ def _columns_of(connection: duckdb.DuckDBPyConnection, where: str) -> list[tuple
 
 
 @contextmanager
-def _readable(path: Path, seconds: float, left_out: list[str]) -> Iterator[Path]:
+def _readable(path: Path, left_out: list[str]) -> Iterator[Path]:
     """Where DuckDB is to read a file some lines of which cannot be read, as long as this lasts: of a CSV a copy in
     memory, of the records that can be read, in their order. DuckDB's own reader can leave lines out, but not each for
     itself: an open quote took all lines behind it, one of very many cells all memory, and with it all records.
@@ -1070,7 +1061,7 @@ def _readable(path: Path, seconds: float, left_out: list[str]) -> Iterator[Path]
         yield path
         return
     columns, mark = _header(path, True)
-    until, numbers = time.monotonic() + seconds, list[int]()
+    until, numbers = time.monotonic() + SECONDS, list[int]()
     with os.fdopen(os.memfd_create("table", os.MFD_CLOEXEC), "w", encoding="utf-8", newline="") as copy:
         rows = csv.writer(copy, delimiter=mark, lineterminator="\n", quoting=csv.QUOTE_ALL)
         rows.writerow(columns)
@@ -1080,7 +1071,7 @@ def _readable(path: Path, seconds: float, left_out: list[str]) -> Iterator[Path]
             else:
                 rows.writerow(cells)
             if number % 1024 == 0 and time.monotonic() > until:
-                raise DataError(f"reading it takes more than {seconds:g} seconds")
+                raise DataError(f"reading it takes more than {SECONDS:g} seconds")
         copy.flush()
         if numbers:
             left_out.append(f"'{path}': lines that cannot be read, {_listed(numbers)}")
@@ -1193,7 +1184,6 @@ def _copied(
     name: str,
     path: Path,
     query: str | None,
-    seconds: float,
     left_out: list[str] | None,
 ) -> list[str]:
     """Copy the tables of a SQLite file that the query may mean into memory: the extension that reads them in place is
@@ -1201,7 +1191,7 @@ def _copied(
     else is text, as all is without a query: SQLite's cells have types of their own, and a column's that followed from
     its cells would let one record change what the query says of the others."""
     connection.execute(f"CREATE SCHEMA {_identifier(name)}")
-    until = time.monotonic() + seconds
+    until = time.monotonic() + SECONDS
     file = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
     file.text_factory = _text_of
     file.set_progress_handler(lambda: time.monotonic() > until, 100_000)
@@ -1321,7 +1311,7 @@ def _duckdb() -> Any:
 
 
 @contextmanager
-def _in_other_words(seconds: float, memory: str, paths: Iterable[Path] = ()) -> Iterator[None]:
+def _in_other_words(paths: Iterable[Path] = ()) -> Iterator[None]:
     """DuckDB's and SQLite's errors quote the line or cell that they stumbled on: what is said of them here does not.
     paths: of the files that are read."""
     duckdb = _duckdb()
@@ -1330,9 +1320,9 @@ def _in_other_words(seconds: float, memory: str, paths: Iterable[Path] = ()) -> 
     except RecursionError:
         raise InputError("the query's expressions nest too deep") from None
     except duckdb.InterruptException:
-        raise DataError(f"reading it takes more than {seconds:g} seconds") from None
+        raise DataError(f"reading it takes more than {SECONDS:g} seconds") from None
     except duckdb.OutOfMemoryException:
-        raise DataError(f"reading it takes more than {memory} of memory") from None
+        raise DataError(f"reading it takes more than {MEMORY} of memory") from None
     except (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException, duckdb.PermissionException) as e:
         said = _first_line(e)
         cure = "; cells of CSV are text: write CAST(age AS DOUBLE) of a number" * ("VARCHAR" in said)
@@ -1350,7 +1340,7 @@ def _in_other_words(seconds: float, memory: str, paths: Iterable[Path] = ()) -> 
             raise DataError(f"it cannot be read as SQLite ({type(error).__name__})") from None
         slow = str(error) == "interrupted"
         raise DataError(
-            f"reading it takes more than {seconds:g} seconds" if slow else "it is locked or damaged"
+            f"reading it takes more than {SECONDS:g} seconds" if slow else "it is locked or damaged"
         ) from None
     except sqlite3.Error as error:
         raise DataError(f"it cannot be read as SQLite ({type(error).__name__})") from None

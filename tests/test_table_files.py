@@ -930,15 +930,18 @@ def test_sql_that_stands_in_a_sqlite_file_takes_no_record_away(tmp_path: Path, s
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"], ids=["LF", "CR LF", "CR"])
 @pytest.mark.parametrize("cell", [b"1", b'"1"', b'"\n"'], ids=["", "quoted", "line ends"])
-def test_a_line_of_very_many_cells_takes_no_other_away(tmp_path: Path, end: bytes, cell: bytes) -> None:
+def test_a_line_of_very_many_cells_takes_no_other_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bytes, cell: bytes
+) -> None:
     """Of each cell past the last column DuckDB keeps 10 kB. Scaled down, to a thirtieth of the memory. The control is
     what DuckDB does where it leaves lines out itself: there is no memory for any."""
+    monkeypatch.setattr(tables, "MEMORY", "64MB")
     d, path = Dictionary({"a": Column("number"), "b": Column("integer")}), tmp_path / "t.csv"
     lines = [b"%r,%d" % row for row in _GOOD]
 
     def kept(at: int, last: bytes = end) -> list[float]:
         path.write_bytes(end.join([b"a,b", *lines[:at], b",".join([cell] * 7000), *lines[at:]]) + last)
-        found = read_coded(path, d, spoilt="", memory="64MB")
+        found = read_coded(path, d, spoilt="")
         assert "lines that cannot be read" in found.spoilt[0]
         return [float(a) for a in found.columns["a"]]
 
@@ -1418,13 +1421,16 @@ def test_what_is_no_table_is_refused_by_name(here: Path, path: str, said: str) -
     assert "secret" not in str(caught.value)
 
 
-def test_time_and_memory_are_bounded(here: Path) -> None:
+def test_time_and_memory_are_bounded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     d = Dictionary({"x": Column("number")})
     long = "SELECT sum(a.range * b.range % 7) AS x FROM range(10000000) a, range(10000000) b"
+    monkeypatch.setattr(tables, "SECONDS", 0.3)
     with pytest.raises(DataError, match=r"more than 0\.3 seconds"):
-        read_coded(here / "data.csv", d, long, seconds=0.3)
+        read_coded(here / "data.csv", d, long)
+    monkeypatch.undo()
+    monkeypatch.setattr(tables, "MEMORY", "50MB")
     with pytest.raises(DataError, match="more than 50MB of memory"):
-        read_coded(here / "data.csv", d, "SELECT range AS x FROM range(100000000) ORDER BY hash(range)", memory="50MB")
+        read_coded(here / "data.csv", d, "SELECT range AS x FROM range(100000000) ORDER BY hash(range)")
 
 
 def test_a_conversion_that_fails_in_a_query_quotes_no_cell(here: Path) -> None:

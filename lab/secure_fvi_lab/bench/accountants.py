@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -11,6 +10,7 @@ from typing import Any
 from secure_fvi.privacy.accountants import ACCOUNTANTS, epsilon
 from secure_fvi.privacy.events import Composed, Event
 from secure_fvi.privacy.plan import gaussian_job
+from secure_fvi_lab.machine import machine
 
 #: (job, delta) by name.
 JOBS: dict[str, tuple[Event, float]] = {
@@ -38,7 +38,7 @@ def measure() -> dict[str, Any]:
         found = {accountant: epsilon(event, delta, accountant) for accountant in ACCOUNTANTS}
         rows.append({"job": name, "delta": delta, "epsilon": found, "seconds": time.perf_counter() - start})
     return {
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "machine": machine(),
         "versions": {name: version(name) for name in ("dp-accounting", "opacus")},
         "rows": rows,
     }

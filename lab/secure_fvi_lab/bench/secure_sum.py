@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -40,7 +39,7 @@ from secure_fvi.aggregation.roster import MAX_ATTEMPTS, Roster
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore, Store
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi_lab.experiments import Row, legend, lines_of, panels
-from secure_fvi_lab.machine import processor
+from secure_fvi_lab.machine import machine
 
 _LONG = 10**7
 _MEMORY_FOR_LONG_ROWS = 12 * 2**30
@@ -255,13 +254,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def machine() -> str:
-    """Processor, cores, memory, operating system and Python in one line."""
-    size = _memory()
-    memory = "" if size is None else f", {size / 2**30:.0f} GiB"
-    return f"{processor()}, {os.cpu_count()} cores{memory}, {platform.system()}, Python {platform.python_version()}"
 
 
 def command(as_json: bool, quick: bool, plot: str | None, values: int | None = None) -> None:
