@@ -486,22 +486,16 @@ def _formulaic() -> Any:
     return formulaic
 
 
-class Made(NamedTuple):
+def _made_of(dictionary: Dictionary, names: Sequence[str]) -> Frame:
     """A made table that spans what the dictionary says of some columns: what every party makes alike."""
-
-    frame: dict[str, npt.NDArray[Any]]
-    dictionary: Dictionary
-
-    @classmethod
-    def of(cls, dictionary: Dictionary, names: Sequence[str]) -> Made:
-        values = {name: _span(name, dictionary[name]) for name in sorted(names)}
-        rows = max([_MADE_ROWS, *(2 * len(v) for v in values.values())])
-        at = np.arange(rows)
-        prime = (n for n in range(2, 8000) if all(n % k for k in range(2, math.isqrt(n) + 1)))
-        primes = [*islice(prime, len(values))]
-        # Columns in orders that have nothing to do with each other, by arithmetic: the same wherever it is made.
-        orders = [np.argsort(at * math.sqrt(primes[k % len(primes)]) % 1.0) for k in range(len(values))]
-        return cls({n: np.resize(v, rows)[o] for (n, v), o in zip(values.items(), orders, strict=True)}, dictionary)
+    values = {name: _span(name, dictionary[name]) for name in sorted(names)}
+    rows = max([_MADE_ROWS, *(2 * len(v) for v in values.values())])
+    at = np.arange(rows)
+    prime = (n for n in range(2, 8000) if all(n % k for k in range(2, math.isqrt(n) + 1)))
+    primes = [*islice(prime, len(values))]
+    # Columns in orders that have nothing to do with each other, by arithmetic: the same wherever it is made.
+    orders = [np.argsort(at * math.sqrt(primes[k % len(primes)]) % 1.0) for k in range(len(values))]
+    return {n: np.resize(v, rows)[o] for (n, v), o in zip(values.items(), orders, strict=True)}
 
 
 def _span(name: str, column: Column) -> npt.NDArray[Any]:
@@ -565,8 +559,8 @@ class Design:
         if columns > _MOST_COLUMNS:
             said = f"a design of some {columns:g} columns, of {_MOST_COLUMNS} at most,"
             raise _error(formula, _place(text.lstrip("+ "), formula), said)
-        made = Made.of(dictionary, self.columns)
-        frame = _pandas(made.frame, dictionary)
+        made = _made_of(dictionary, self.columns)
+        frame = _pandas(made, dictionary)
         try:
             first = _matrix(_again(terms, {}), frame, _context(self.dictionary))
         except InputError:
@@ -633,7 +627,7 @@ class Design:
                 term = re.sub(r"\[[^\[\]]*\]$", "", self.names[at])
                 raise _error(formula, _place(term, formula), f"'{self.names[at]}' {why},")
 
-    def _standardised(self, terms: Any, made: Made, x: Floats, centred: bool) -> tuple[Floats, Floats]:
+    def _standardised(self, terms: Any, made: Frame, x: Floats, centred: bool) -> tuple[Floats, Floats]:
         """`to_user` and `scales`. A column of plain columns is standardised through these, and so is an interaction; a
         transform's by its spread over the made table."""
         plain = [e for e, f in self._factors.items() if _kind(f) == "lookup"]
@@ -652,13 +646,13 @@ class Design:
                 to_user[self.intercept, at] -= float(z.mean()) / spread
         return to_user, scales
 
-    def _centred(self, terms: Any, made: Made, x: Floats, known: Mapping[str, tuple[float, float]]) -> Floats | None:
+    def _centred(self, terms: Any, made: Frame, x: Floats, known: Mapping[str, tuple[float, float]]) -> Floats | None:
         """`to_user` where every number is centred and scaled first; None where that would be another model, as without
         an intercept, or with an interaction and not its parts."""
         moved = {e: f"_{k}" for k, e in enumerate(known) if self.dictionary[e].kind in MEASURED}
-        frame = _pandas(made.frame, self.dictionary)
+        frame = _pandas(made, self.dictionary)
         for name, alias in moved.items():
-            frame[alias] = (made.frame[name] - known[name][0]) / known[name][1]
+            frame[alias] = (made[name] - known[name][0]) / known[name][1]
         z = np.asarray(_matrix(_again(terms, moved), frame, _context(self.dictionary)), dtype=np.float64)
         if z.shape != x.shape:
             return None

@@ -866,7 +866,6 @@ class Parts(NamedTuple):
     """What a formula and a dictionary come to."""
 
     dictionary: Dictionary
-    parsed: Parsed
     fixed: Design
     terms: tuple[Term, ...]
     response: Response
@@ -963,8 +962,8 @@ def glmm(
     additions = {name: Expression(text, formula, dictionary) for name, text in parsed.additions.items()}
     _check_response_apart(parsed, offsets, additions)
     of = Parts(
-        dictionary, parsed, fixed, terms, response, prior, family, offsets, additions, missing, tuple(local),
-        dict(most or {}), Counts(),
+        dictionary, fixed, terms, response, prior, family, offsets, additions, missing, tuple(local), dict(most or {}),
+        Counts(),
     )  # fmt: skip
     dictionary.check_reviewed(sorted({response.name, *of.used}))
     program = Program(family, response, terms, prior, fixed, of.kept)
