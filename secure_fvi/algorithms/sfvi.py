@@ -256,10 +256,12 @@ class SFVI:
 
     def declare(self, silos: int, private: bool) -> Declaration:
         what = "gradients of its part of the bound, in the global latents and the model's parameters, and that part"
-        if self.curvature_norm and (private or self.curvature_norm != "auto"):
+        if self.curvature_norm and self.curvature_norm != "auto":
             what += "; the curvature of these gradients"
-        if private and self.lengths_share:
-            what += "; under record privacy, unless the server adds the noise, how many records' gradients are how long"
+        told = ["how many records' gradients are how long"] if self.lengths_share else []
+        told += ["the curvature of gradients in few global latents"] if self.curvature_norm == "auto" else []
+        if private and told:
+            what += f"; under record privacy, unless the server adds the noise, {' and '.join(told)}"
         what += "; its number of records"
         own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
         before = sfvi_warm.averaging(self).declare(silos, private).sums if self.warm_start.rounds else ()
