@@ -49,9 +49,9 @@ gradients are cut, all on one side, or curved otherwise. At the end broadcasts a
 over halves of the rounds differ by less than that noise; if by more (chi-squared, `LEAST_ALIKE`), or if broadcasts
 themselves still moved by more than they scatter (`MOST_MOVED`), there is no interval.
 On a likelihood that is a parabola a run may walk about, and lines that are fitted to each half have to differ as well.
-Where in the mean of the rounds the posterior's slope is more than noise (`LEAST_ALIKE`) the mode is found from afar, by
-the curvature: not by what rounds released of it, which is cut, and not at all where gradients are cut there, or may be:
-on the way all are cut on one side, and a line over broadcasts that hardly move follows them.
+Where in the mean of the rounds the posterior's slope is more than noise and their scatter (`LEAST_ALIKE`) the mode is
+found from afar, by the curvature: not by what rounds released of it, which is cut, and not at all where gradients are
+cut there, or may be: on the way all are cut on one side, and a line over broadcasts that hardly move follows them.
 
 Clipping. Let a record's gradient be cut by a factor c <= 1. If the cut scores are still zero in the mean at the truth
 (residuals that are symmetric), their curvature H is E[c g g'] and their variance E[c^2 g g'] is no larger: intervals
@@ -269,10 +269,12 @@ def of_gradients(
             f"broadcasts stray so far that gradients are cut wherever they are ({why}); a smaller learning_rate, "
             'schedule = "cosine" or more records keep them near'
         )
-    if _ended(trace, prior, excess) < LEAST_ALIKE:  # the mode is found from afar, by the curvature
+    if _ended(trace, told, prior, excess) < LEAST_ALIKE:  # the mode is found from afar, by the curvature
         many = clipped is None or clipped.share - 2 * clipped.error > _FEW_CUT
         if many and not math.isnan(norm):
-            return ON_ITS_WAY.format("their mean is off the mode by more than noise, and gradients are cut there")
+            return ON_ITS_WAY.format(
+                "their mean is off the mode by more than they scatter, and gradients are cut there"
+            )
         trace = trace._replace(curved=trace.curved._replace(weight=0.0))  # of what rounds release some is cut
     strayed = (0.0 if line else norm) * told.precision.diagonal() / trace.weight
     told = _with_released(told._replace(precision=told.precision / excess, strayed=strayed), trace)
@@ -299,10 +301,14 @@ def of_gradients(
     return found._replace(cut=cut, pulled=clipped is not None and not line)
 
 
-def _ended(trace: Trace, prior: Natural, excess: float) -> float:
-    """The probability that the posterior's mean slope is as long if the noise is all of it, as at the end of a run."""
+def _ended(trace: Trace, told: _Told, prior: Natural, excess: float) -> float:
+    """The probability that the posterior's mean slope is as long if noise and broadcasts' scatter are all of it, as at
+    the end of a run."""
     slope = trace.g + prior.shift - prior.precision @ trace.z
-    return _over(float(slope.square().sum()) * trace.weight / excess, len(slope))
+    unseen = told.precision < _UNSEEN * told.precision.max()
+    curvature = told.basis @ told.estimate.masked_fill(unseen, 0) @ told.basis.mT
+    spread = curvature @ trace.zz @ curvature / trace.rounds + excess * torch.eye(len(slope)).to(slope)
+    return _over(float(slope @ torch.linalg.solve(spread, slope)) * trace.weight, len(slope))
 
 
 def _cut_everywhere(told: _Told, trace: Trace, prior: Natural, norm: float, freedom: float, off: float) -> str:

@@ -103,7 +103,7 @@ def failing_world(how: str, changed: bool) -> Parties:
 @pytest.mark.parametrize("how", ["fenced", "unfenced"])
 def test_a_record_on_which_the_program_fails_moves_no_other(how: str) -> None:
     found = gaps(functools.partial(failing_world, how), ROUNDS)
-    assert found[0] > 0.9  # there is a record
+    assert found[0] > 0.8  # there is a record
     assert found.max() <= 1 + 1e-9
     assert found.min() == 0  # and it failed, which is nothing
 

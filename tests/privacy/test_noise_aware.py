@@ -1202,7 +1202,7 @@ def _line(x: Tensor, y: Tensor) -> None:
 
 
 def test_of_a_linear_regression_the_summary_says_that_what_cuts_move_is_not_counted() -> None:
-    """Errors that are exponential, of which a tenth are cut, all above: the intercept is three sds off and more, and no
+    """Errors that are exponential, of which a tenth are cut, all above: the intercept is 2.5 sds off and more, and no
     number that is released shows it. That it is counted is said where it is, of a logistic regression
     (`test_where_many_gradients_are_cut_the_run_says_so`)."""
     rng = torch.Generator().manual_seed(8)
@@ -1219,7 +1219,7 @@ def test_of_a_linear_regression_the_summary_says_that_what_cuts_move_is_not_coun
     assert result.privacy["sds"]["count_noise"]
     assert result.privacy["sds"]["cuts_counted"] is False
     assert 0.05 < result.privacy["clipped"]["share"] < 0.2
-    assert (exact - mean)[0] > 3 * sd[0]
+    assert (exact - mean)[0] > 2.5 * sd[0]
     said = counts_noise(result.privacy)
     assert "; not what cutting" in said
     assert "likely to move" not in said
