@@ -361,7 +361,7 @@ class Refiner(refining.Refiner):
             if not float(torch.minimum(log_w.softmax(0), instead.softmax(0)).sum()) > _ALIKE:
                 return None
             return stand_in(log_prior, likelihood, known, near, self.problem.seed)
-        except (RuntimeError, NotImplementedError):  # a program without second derivatives, or singular matrices
+        except RuntimeError:  # NotImplementedError is one: a program without second derivatives, or singular matrices
             return None
 
     def _funnel(self, stand: StandIn, state: Refining, log_w: Tensor, theta: Params) -> str:

@@ -217,8 +217,8 @@ class SFVI:
     this Frobenius norm, and noised with it; 0: it does not. Of a regression that is the squared length of a row, as
     long as rows are, times the variance of an outcome over its dispersion squared (linear: 1 over the variance of
     errors; logistic: a quarter). "auto": three tenths of the square of the norm to which gradients are cut, since
-    squares of gradients are as long as that in the mean (Bartlett's identity), where intervals count the noise and
-    n_global is 20 at most; of more it takes long."""
+    squares of gradients are as long as that in the mean (Bartlett's identity), where intervals count the noise,
+    n_global is 20 at most, of more it takes long, and not the server adds the noise, which would see exact sums."""
     curvature_share: Inside = 0.3
     """Of the square of `clipping_norm`, what the curvature has; gradients have the rest: to cut them no more than
     without, let that norm be 1.2 times as long."""
@@ -427,7 +427,8 @@ class SFVIProgram(StructuredProgram):
         and it would serve for nothing."""
         config, privacy = self.config, self.problem.privacy
         norm, auto = config.curvature_norm, config.curvature_norm == "auto"
-        if not norm or (auto and not (self.by_record and self.family.n <= _CURVED_UP_TO)):
+        few = self.family.n <= _CURVED_UP_TO and isinstance(privacy, RecordDP) and not exact_totals(privacy)
+        if not norm or (auto and not few):
             return 0.0
         if not isinstance(privacy, RecordDP):
             raise InputError("curvature_norm is for intervals that count the noise of RecordDP; leave it out")
@@ -442,7 +443,7 @@ class SFVIProgram(StructuredProgram):
             norm = _CURVED * length**2 * (1 - self._of_lengths) * (1 - config.curvature_share)
         room = all(1 / _LARGEST_NORM <= one <= _LARGEST_NORM for one in (norm, length))
         if auto:
-            return 0.0 if why or not room or exact_totals(privacy) else norm
+            return norm if room and not why else 0.0
         if why:
             raise InputError(f"curvature_norm is for intervals that count the noise, and here are none: {why}")
         if not room:  # each record would fail

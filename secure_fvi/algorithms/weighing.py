@@ -493,7 +493,7 @@ class Weigher:
             latents = _Latents(self, loc, theta, record, silo, view)
             try:
                 return self._over(latents, z, self._nodes(view, key, which), which)
-            except (RuntimeError, NotImplementedError):  # a program without second derivatives
+            except RuntimeError:  # NotImplementedError is one: a program without second derivatives
                 if not self._adapts:
                     raise
                 self._adapts = False
