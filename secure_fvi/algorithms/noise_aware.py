@@ -248,7 +248,7 @@ def of_gradients(
     job's `least_information`.
     """
     n = len(trace.z)
-    if not all(bool(of.isfinite().all()) for of in (*trace[2:7], *half[2:7])):
+    if not all(bool(of.isfinite().all()) for of in (*trace[2:7], trace.curved.h, *half[2:7])):
         return NOT_FINITE
     freedom = n * (trace.rounds - 1) - n * (n + 1) / 2
     if freedom <= 0 or trace.rounds <= n or min(half.rounds, trace.rounds - half.rounds) < 2:

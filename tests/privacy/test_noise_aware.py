@@ -30,7 +30,7 @@ from secure_fvi.algorithms.sfvi import SFVIProgram
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.models import six_cities
-from secure_fvi.objective import EDGES
+from secure_fvi.objective import EDGES, Curved
 from secure_fvi.privacy.ledger import Ledger
 from secure_fvi.results import _many_cut
 from secure_fvi.summary import counts_noise
@@ -1053,8 +1053,8 @@ def test_sfvi_is_narrower_than_each_way_to_make_pvi_private(monkeypatch: pytest.
     assert all(row["covered"] >= 33 / 40 for row in rows if "width" in row and row["mode"] != "records")
 
 
-def test_the_bench_of_six_cities_has_the_programs_gradients() -> None:
-    """Of each kind of child, those of the program in which its intercept is integrated out."""
+def test_the_bench_of_six_cities_has_the_programs_gradients_and_what_they_say_of_curvature() -> None:
+    """Of each kind of child, those of the program in which its intercept is integrated out; norms cut some of both."""
     z = torch.tensor([integrated.CENTRE, (-1.0, 0.2, 0.3, -0.1, 0.4)], dtype=torch.float64)
 
     def log_p(z: Tensor) -> Tensor:
@@ -1065,8 +1065,14 @@ def test_the_bench_of_six_cities_has_the_programs_gradients() -> None:
         log_prob: Tensor = found.nodes["wheeze"]["log_prob"]
         return log_prob
 
-    for at, found in zip(z, integrated.scores(z), strict=True):
-        assert torch.allclose(torch.autograd.functional.jacobian(log_p, at), found, atol=1e-8)
+    curved = Curved(gradient=3.0, norm=2.5, unit=1.0)
+    for at, found, curvature in zip(z, integrated.scores(z), integrated.curvatures(z, curved), strict=True):
+        assert torch.allclose(torch.func.jacrev(log_p)(at), found, atol=1e-8)
+        for kind in range(32):
+            said = curved.of(lambda z, kind=kind: (torch.func.jacrev(log_p)(z)[kind], z), at)[0]
+            assert torch.allclose(curved.read(said[5:], 5), curvature[kind], atol=1e-8)
+    assert 0 < (integrated.scores(z).norm(dim=-1) > 3).double().mean() < 0.5
+    assert 0 < (integrated.curvatures(z, curved).norm(dim=(-2, -1)) > 2.499).double().mean() < 0.5
 
 
 def test_latents_that_are_integrated_out_leave_intervals_that_count_the_noise() -> None:

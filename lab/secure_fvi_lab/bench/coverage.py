@@ -52,7 +52,7 @@ from secure_fvi_lab.machine import machine
 Kind = Literal["linear", "logistic"]
 DIMENSIONS, ROUNDS, DELTA, SILOS = 10, 300, 1e-5, 200
 #: A norm that few gradients reach: a clipped logistic score is biased, and that is not what is measured.
-CLIPPING = {"linear": 6.0, "logistic": 4.0}
+CLIPPING: dict[Kind, float] = {"linear": 6.0, "logistic": 4.0}
 #: And norms that more reach: a third of a linear regression's, 2 and 6% of a logistic one's.
 MANY_CUT: tuple[tuple[Kind, float], ...] = (("linear", 3.0), ("logistic", 3.0), ("logistic", 2.2))
 SITE = 160.0
@@ -140,12 +140,15 @@ def measure(fits: int, seed: int = 0, adult: bool = False, data: Path | None = N
     """Every cell of SFVI, those in which broadcasts stray, those in which rounds release the curvature, those of norms
     that cut many, and those of PVI; DESIGN's machine beside it. adult: its cells alone, of the folder `data`."""
     if adult:
-        rows = [_adult_row(columns, fits, seed, data) for columns in ADULT]
+        cells: list[tuple[str, float | Literal["auto"]]] = [(columns, 0) for columns in ADULT] + [
+            ("12 columns", "auto")
+        ]
+        rows = [_adult_row(*cell, fits, seed, data) for cell in cells]
         return {"machine": machine(), "rounds": ADULT_ROUNDS, "delta": ADULT_DELTA, "rows": rows}
-    cells = [(kind, n, e) for kind in ("linear", "logistic") for n in RECORDS for e in EPSILONS]
-    rows = [sfvi_row(kind, n, e, fits, seed, declares=True) for kind, n, e in cells]  # type: ignore[arg-type]
+    of: list[tuple[Kind, int, float]] = [(k, n, e) for k in CLIPPING for n in RECORDS for e in EPSILONS]
+    rows = [sfvi_row(*cell, fits, seed, declares=True) for cell in of]
     rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, FAR, declares=True) for e in FAR_EPSILONS]
-    rows += [sfvi_row(kind, n, e, fits, seed, curvature_norm="auto") for kind, n, e in cells]  # type: ignore[arg-type]
+    rows += [sfvi_row(*cell, fits, seed, curvature_norm="auto") for cell in of]
     for kind, norm in MANY_CUT:
         rows.append(sfvi_row(kind, RECORDS[-1], EPSILONS[-1], fits, seed, curvature_norm="auto", norm=norm))
     rows += [_pvi_row(e, fits, seed) for e in EPSILONS]
@@ -249,7 +252,7 @@ def simulated(
             weight = torch.ones_like(mean) if kind == "linear" else mean.sigmoid() * (-mean).sigmoid()
             weight = weight * (residual.abs() * norms < clip)
             weight = weight.minimum(curved.norm / norms.square())
-            released.append(_summed(data, weight) + sd / curved.unit * _noise(fits, z.shape[1], rng))
+            released.append(_summed(data, weight) + sd / curved.unit * noise_of(fits, z.shape[1], rng))
         factors = torch.tensor([1.0, config.multiplier(round_), 1 / max(averaged, 1)], dtype=torch.float64)
         following = torch.randn(fits, program.family.noise_size, generator=rng, dtype=torch.float64)
         if alike:
@@ -269,7 +272,7 @@ def _summed(data: Data, weight: Tensor) -> Tensor:
     return torch.stack([x.mT @ (each.unsqueeze(1) * x) for x, each in zip(rows, weight, strict=True)])
 
 
-def _noise(fits: int, n: int, rng: torch.Generator) -> Tensor:
+def noise_of(fits: int, n: int, rng: torch.Generator) -> Tensor:
     """(B, n, n) symmetric, of variance 1 on the diagonal and a half off it."""
     drawn = torch.randn(fits, n, n, generator=rng, dtype=torch.float64).tril()
     return (drawn + drawn.mT) / math.sqrt(2) * (1 + (math.sqrt(0.5) - 1) * torch.eye(n))
@@ -300,7 +303,7 @@ def sfvi_row(
     strayed = float(found.z[:, first:].var(1).sum(1).mean().sqrt())
     return {
         "algorithm": "SFVI", "kind": kind, "records": records, "rounds": rounds, "rate": rate, "strayed": strayed,
-        "curvature_norm": curvature_norm, **_told(answers, data.beta, q, best), **_of(privacy),
+        "curvature_norm": curvature_norm, **_told(answers, data.beta, q, best), **_of(privacy), "because": why(answers),
         "cut": sum(cut) / len(cut) if cut else None,
         **({} if floor is None else {"declared": _declared(floor, narrowed, data.beta, q, best)}),
     }  # fmt: skip
@@ -371,7 +374,9 @@ def _adult(columns: str, data: Path | None, split: str = "train") -> tuple[Tenso
     return x, people["y"]
 
 
-def _adult_row(columns: str, fits: int, seed: int, data: Path | None) -> dict[str, Any]:
+def _adult_row(
+    columns: str, curvature_norm: float | Literal["auto"], fits: int, seed: int, data: Path | None
+) -> dict[str, Any]:
     x, y = _adult(columns, data)
     fits, clip, rng = min(fits, ADULT_FITS[columns]), ADULT[columns], torch.Generator().manual_seed(seed)
     centre, precision = laplace("logistic", x, y)
@@ -379,9 +384,10 @@ def _adult_row(columns: str, fits: int, seed: int, data: Path | None) -> dict[st
     beta = centre + torch.randn(fits, len(centre), generator=rng, dtype=x.dtype) @ root.mT
     incomes = (torch.rand(fits, len(x), generator=rng, dtype=x.dtype) < (beta @ x.mT).sigmoid()).double()
     drawn_again = Data(beta, x, incomes)
-    whole = clip / math.sqrt(1 - SFVI().lengths_share)
+    share = SFVI().curvature_share if curvature_norm else 0.0
+    whole = clip / math.sqrt((1 - share) * (1 - SFVI().lengths_share))
     privacy = RecordDP(epsilon=ADULT_EPSILON, delta=ADULT_DELTA, clipping_norm=whole, noise="silo", retries=0)
-    program = _program(tabular.MODEL, x.shape[1], privacy, ADULT_ROUNDS, ADULT_RATE)
+    program = _program(tabular.MODEL, x.shape[1], privacy, ADULT_ROUNDS, ADULT_RATE, curvature_norm)
     variance = program.terms["round"].variance(1, whole)
     found = simulated(program, "logistic", drawn_again, math.sqrt(variance), rng)
     first = math.ceil(ADULT_ROUNDS * (1 - program.config.average_last))
@@ -392,10 +398,10 @@ def _adult_row(columns: str, fits: int, seed: int, data: Path | None) -> dict[st
     answers, narrowed = _answers(program, found, first, variance, floor)
     q = (found.mean - beta).abs() < 1.96 * found.sd
     given = any(not isinstance(answer, str) for answer in answers)
-    best = _best_sd(*_cut("logistic", drawn_again, clip), variance / ADULT_ROUNDS) if given else found.sd
+    best = _best_sd(*_cut("logistic", drawn_again, clip), (1 - share) * variance / ADULT_ROUNDS) if given else found.sd
     return {
-        "algorithm": f"adult, {columns},", "kind": "logistic", "records": len(x),
-        "because": dict(Counter(answer.split(" (")[0] for answer in answers if isinstance(answer, str))),
+        "algorithm": f"adult, {columns},", "kind": "logistic", "records": len(x), "curvature_norm": curvature_norm,
+        "because": why(answers),
         **_told(answers, beta, q, best), "declared": _declared(floor, narrowed, beta, q, best), **_of(privacy),
         "cut": sum(told.share for told in found.clipped if told is not None) / fits,
     }  # fmt: skip
@@ -449,6 +455,11 @@ def _best_sd(curvature: Tensor, own: Tensor, variance: float) -> Tensor:
     spread = own + variance * one
     told = curvature @ torch.linalg.solve(spread, curvature)
     return torch.linalg.inv(one + told).diagonal(dim1=1, dim2=2).sqrt()
+
+
+def why(answers: list[Any]) -> dict[str, int]:
+    """Of fits without intervals, how many for which reason."""
+    return dict(Counter(answer.split(" (")[0] for answer in answers if isinstance(answer, str)))
 
 
 def _of(privacy: RecordDP) -> dict[str, Any]:

@@ -5,7 +5,8 @@ integrated out in the program, by quadrature, so that all latents are global and
 children of a kind (smoke and four answers) have one gradient, which is clipped; SFVI's own step is run, mapped over the
 fits of a cell (`test_the_bench_of_six_cities_has_the_programs_gradients` holds gradients to the program's). `width`:
 the mean sd over that of the posterior without privacy (Laplace's, of the same likelihood). `declared`: the same fits
-with `least_information`.
+with `least_information`. `curvature`: as a run is by default, children say their curvature and how long their gradients
+are, by a clipping norm that is so much longer that as many are cut.
 
 `kept`: what a run with a latent of each child would say, were it not refused. Children are those of one silo, their
 steps the product's own. `off`: the mean over fits of what the total is off the likelihood's slope where it was asked,
@@ -29,15 +30,16 @@ from torch.func import hessian, vmap
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms import noise_aware
-from secure_fvi.algorithms.base import NoiseAware
+from secure_fvi.algorithms.base import Clipped, NoiseAware
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.sfvi import SFVI, Sent, SFVIProgram
 from secure_fvi.algorithms.structured import Batch, Latents
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.models import six_cities
+from secure_fvi.objective import Curved
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi_lab.bench.coverage import MADE, MADE_SEED, SURELY, interval, moving, of_each, traced
+from secure_fvi_lab.bench.coverage import MADE, MADE_SEED, SURELY, interval, moving, noise_of, of_each, traced, why
 from secure_fvi_lab.machine import machine
 
 SITES = ("1", "smoke", "age", "smoke x age", "omega")
@@ -133,11 +135,15 @@ def posterior(count: Tensor) -> tuple[Tensor, Tensor]:
     return z, -curved(z, count)
 
 
-def program_of(model: FederatedModel, epsilon: float, samples: int = 1) -> SFVIProgram:
-    privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=CLIP, noise="silo", retries=0)
+def program_of(model: FederatedModel, epsilon: float, samples: int = 1, curvature: bool = False) -> SFVIProgram:
+    """curvature: SFVI's defaults, with gradients cut to CLIP."""
+    default = SFVI()
+    left = (1 - default.curvature_share) * (1 - default.lengths_share) if curvature else 1.0
+    whole = CLIP / math.sqrt(left)
+    privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=whole, noise="silo", retries=0)
     algorithm = SFVI(
         family="full", iterations=ROUNDS, average_last=LAST, learning_rate=RATE, importance_samples=samples,
-        lengths_share=0, curvature_norm=0,
+        lengths_share=default.lengths_share if curvature else 0, curvature_norm="auto" if curvature else 0,
     )  # fmt: skip
     rows = {name: value[:4] for name, value in six_cities.load().records.items()}
     parties = build_parties(model, [rows], algorithm, Plain(), privacy=privacy, noise_key=b"bench", compile=False)
@@ -152,6 +158,8 @@ class Fits(NamedTuple):
     z: Tensor  # (B, T, 5)
     g: Tensor  # (B, T, 5) noised
     off: Tensor  # (B, T, 5) without noise, less the likelihood's slope at z
+    h: Tensor  # (B, averaged, 5, 5) what rounds that are averaged released of the curvature; averaged 0: nothing
+    clipped: list[Clipped | None]  # what their counts told
     mean: Tensor  # (B, 5)
     sd: Tensor  # (B, 5)
     cut: float
@@ -185,7 +193,10 @@ def simulated(program: SFVIProgram, data: Children, variance: float, rng: torch.
         return program._record_step_function(Sent(z, shift, {}), own, batch, one)
 
     step, averaged, cut = vmap(of_children), 0, 0.0
-    asked, totals, off = list[Tensor](), list[Tensor](), list[Tensor]()
+    asked, totals, off, released = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    lengths, curved, sd = program.lengths, program.curved, math.sqrt(variance)
+    edges = torch.tensor(lengths.edges if lengths else (), dtype=torch.float64)
+    counts = torch.zeros(fits, len(edges) + 1, dtype=torch.float64)
     for round_ in range(config.iterations):
         exact = scores(z)
         gradients, weights = exact, data.kinds
@@ -197,6 +208,12 @@ def simulated(program: SFVIProgram, data: Children, variance: float, rng: torch.
         total = torch.einsum("bk,bkn->bn", share, gradients)
         late = round_ >= config.iterations * (1 - config.average_last)
         averaged, cut = averaged + late, cut + late * float(((share < weights) * weights).sum() / weights.sum())
+        if late and lengths is not None:
+            long = torch.nn.functional.one_hot(torch.bucketize(gradients.norm(dim=-1), edges), len(edges) + 1)
+            counts += (weights.unsqueeze(2) * long).sum(1) + sd / lengths.unit * normal(*counts.shape)
+        if late and curved is not None:
+            exactly = torch.einsum("bk,bknm->bnm", weights, curvatures(z, curved))
+            released.append(exactly + sd / curved.unit * noise_of(fits, z.shape[1], rng))
         asked.append(z)
         off.append(total[:, :5] - torch.einsum("bk,bkn->bn", data.kinds, exact))
         total = total + math.sqrt(variance) * normal(*total.shape)
@@ -209,7 +226,41 @@ def simulated(program: SFVIProgram, data: Children, variance: float, rng: torch.
         z, shift = draw(eta, eps)
     ended = {name.removeprefix("eta/"): value for name, value in average.items()}
     z, g, apart = (torch.stack(part, 1) for part in (asked, totals, off))
-    return Fits(z, g, apart, ended["loc"], vmap(program.family.stddev)(ended), cut / averaged)
+    h = torch.stack(released, 1) if released else z.new_zeros(fits, 0, 0, 0)
+    told: list[Clipped | None] = [None] * fits
+    if lengths is not None:
+        told = [Clipped.of(lengths.edges, of / averaged, (sd / lengths.unit) ** 2 / averaged) for of in counts]
+    return Fits(z, g, apart, h, told, ended["loc"], vmap(program.family.stddev)(ended), cut / averaged)
+
+
+def curvatures(z: Tensor, curved: Curved) -> Tensor:
+    """(B, 32, 5, 5) what a child of each kind says of its curvature at z (B, 5), by its cut gradient. A mixture's score
+    has as its derivative the parts' mean derivative and the covariance of their scores."""
+    smoke, answers, b = KIND_SMOKE[::16], KIND_WHEEZE[:16], torch.exp(-z[:, 4:]) * _AT
+    level, slope = (z[:, k : k + 1] + z[:, k + 1 : k + 2] * smoke for k in (0, 2))
+    of_age = slope.reshape(-1, 2, 1, 1) * _AGE
+    logits = level.reshape(-1, 2, 1, 1) + b.reshape(-1, 1, NODES, 1) + of_age  # fits, smoke, nodes, ages
+    chance = logits.sigmoid()
+    one = torch.ones_like(chance)
+    smokes = smoke.reshape(1, 2, 1, 1) * one
+    along = torch.stack([one, smokes, _AGE * one, _AGE * smokes, -b.reshape(-1, 1, NODES, 1) * one], -1)
+    left = answers.reshape(16, 1, 4) - chance.unsqueeze(2)  # fits, smoke, answers, nodes, ages
+    log_p = torch.einsum("bsjt,at->bsaj", logits, answers) - torch.nn.functional.softplus(logits).sum(-1).unsqueeze(2)
+    share = (log_p + _WEIGHT.log()).softmax(-1)
+    score = torch.einsum("bsajt,bsjtn->bsajn", left, along)
+    mean = torch.einsum("bsaj,bsajn->bsan", share, score)
+    flat = torch.einsum("bsjt,bsjtn,bsjtm->bsjnm", chance * (1 - chance), along, along)
+    curvature = torch.einsum("bsaj,bsjnm->bsanm", share, flat) - torch.einsum(
+        "bsaj,bsajn,bsajm->bsanm", share, score, score
+    )
+    curvature = curvature + mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    curvature[..., 4, 4] -= (share * left.sum(-1) * b.reshape(-1, 1, 1, NODES)).sum(-1)
+    long = mean.norm(dim=-1)[..., None, None]
+    onto = torch.eye(5, dtype=z.dtype) - mean.unsqueeze(-1) * mean.unsqueeze(-2) / long.square()
+    curvature = torch.where(long > curved.gradient, curved.gradient / long * onto @ curvature, curvature)
+    curvature = (curvature + curvature.mT) / 2
+    size = curvature.norm(dim=(-2, -1), keepdim=True)
+    return (curvature * (curved.norm / size).clamp(max=1)).reshape(-1, 32, 5, 5)
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -220,6 +271,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         width = f"{row['width']:.2f}" if row["given"] else ""
         given = f"{row['given']:4d}/{row['fits']:<4d}"
         yield f"{name:40} {given} {rest:>24} {row['by_q']:6.3f} {width:>6} {row['cut']:6.3f}"
+        for because, count in row["because"].items():
+            yield f"  {count} of {row['fits']}: {because}"
         if (said := row["declared"])["given"]:
             name = f"  declared: {said['least_information']:.3g}"
             yield f"{name:40} {said['given']:4d}/{row['fits']:<4d} {interval(said):>24} {'':6} {said['width']:6.2f}"
@@ -228,7 +281,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def measure(fits: int, seed: int = 0) -> dict[str, Any]:
-    cells = [("integrated", n, e, fits) for n in CHILDREN for e in EPSILONS]
+    cells = [(kind, n, e, fits) for kind in ("integrated", "curvature") for n in CHILDREN for e in EPSILONS]
     cells.append(("kept", KEPT_CHILDREN, EPSILONS[-1], min(fits, KEPT_FITS)))
     rows = [measured(*cell, seed) for cell in cells]
     return {"machine": machine(), "rounds": ROUNDS, "delta": DELTA, "clipping_norm": CLIP, "rows": rows}
@@ -239,19 +292,22 @@ def measured(latents: str, children: int, epsilon: float, fits: int, seed: int) 
     rng = torch.Generator().manual_seed(seed)
     kept = latents == "kept"
     model = six_cities.PROGRAM.model if kept else FederatedModel(integrated, record_plate="child")
-    program = program_of(model, epsilon, KEPT_SAMPLES if kept else 1)
-    variance = program.terms["round"].variance(1, CLIP)
+    program = program_of(model, epsilon, KEPT_SAMPLES if kept else 1, latents == "curvature")
+    privacy, curved = program.problem.privacy, program.curved
+    assert isinstance(privacy, RecordDP)
+    variance = program.terms["round"].variance(1, privacy.clipping_norm)
     data = drawn(children, fits, rng)
     found = simulated(program, data, variance, rng)
     first, floor = math.ceil(ROUNDS * (1 - LAST)), declared(children)
     answers, narrowed = list[NoiseAware | str](), list[NoiseAware | str]()
-    for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
-        seen = traced(z, g, variance)
-        answers.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP))
-        narrowed.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP, floor=floor))
+    for z, g, h, told in zip(found.z[:, first:], found.g[:, first:], found.h, found.clipped, strict=True):
+        seen = traced(z, g, variance) if curved is None else traced(z, g, variance, h, curved.unit)
+        answers.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP, clipped=told))
+        narrowed.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP, floor=floor, clipped=told))
     _, precision = posterior(data.kinds)
     own = torch.linalg.inv(precision).diagonal(dim1=1, dim2=2).sqrt()
     row: dict[str, Any] = {
+        "because": why(answers),
         "latents": latents, "children": children, "epsilon": epsilon, "fits": fits,
         "by_q": float(((found.mean - data.truth).abs() < 1.96 * found.sd).double().mean()), "cut": found.cut,
     }  # fmt: skip
