@@ -156,7 +156,14 @@ def privacy(data: Path | None, quick: bool) -> Finding:
 @_measuring("coverage", "coverage:measure")
 @click.option("--fits", type=click.IntRange(2), default=200, show_default=True, help="Of each cell.")
 @click.option("--seed", default=0, show_default=True, help="Of data, noise and draws.")
-@click.option("--adult", is_flag=True, help="The cells of UCI Adult alone.")
+@click.option(
+    "--cells",
+    multiple=True,
+    type=click.Choice(["default", "without", "pvi", "adult"]),
+    default=("default", "without", "pvi"),
+    show_default=True,
+    help="Of SFVI as it is by default, without released curvature, of PVI, of UCI Adult; may be repeated.",
+)
 @_data
 def coverage() -> None:
     """How often 95% intervals of private fits cover the truth, with the noise counted and without. docs/privacy.md."""

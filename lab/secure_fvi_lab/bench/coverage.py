@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -136,23 +136,30 @@ def _widths(row: dict[str, Any]) -> str:
     return f"{row['best']:6.2f} {row['noise_share']:11.0%} {row['hidden']:7.0%}"
 
 
-def measure(fits: int, seed: int = 0, adult: bool = False, data: Path | None = None) -> dict[str, Any]:
-    """Every cell of SFVI, those in which broadcasts stray, those in which rounds release the curvature, those of norms
-    that cut many, and those of PVI; DESIGN's machine beside it. adult: its cells alone, of the folder `data`."""
-    if adult:
-        cells: list[tuple[str, float | Literal["auto"]]] = [(columns, 0) for columns in ADULT] + [
-            ("12 columns", "auto")
-        ]
-        rows = [_adult_row(*cell, fits, seed, data) for cell in cells]
-        return {"machine": machine(), "rounds": ADULT_ROUNDS, "delta": ADULT_DELTA, "rows": rows}
+def measure(
+    fits: int, seed: int = 0, cells: Sequence[str] = ("default", "without", "pvi"), data: Path | None = None
+) -> dict[str, Any]:
+    """Cells of SFVI as it is by default, rounds releasing the curvature, and with norms that cut many; of SFVI without,
+    also where broadcasts stray; of PVI; of adult, of the folder `data`. DESIGN's machine beside them."""
     of: list[tuple[Kind, int, float]] = [(k, n, e) for k in CLIPPING for n in RECORDS for e in EPSILONS]
-    rows = [sfvi_row(*cell, fits, seed, declares=True) for cell in of]
-    rows += [sfvi_row("logistic", RECORDS[-1], e, fits, seed, FAR, declares=True) for e in FAR_EPSILONS]
-    rows += [sfvi_row(*cell, fits, seed, curvature_norm="auto") for cell in of]
-    for kind, norm in MANY_CUT:
-        rows.append(sfvi_row(kind, RECORDS[-1], EPSILONS[-1], fits, seed, curvature_norm="auto", norm=norm))
-    rows += [_pvi_row(e, fits, seed) for e in EPSILONS]
-    return {"machine": machine(), "rounds": ROUNDS, "delta": DELTA, "rows": rows}
+    made: dict[str, list[Callable[[], dict[str, Any]]]] = {
+        "default": [
+            *(partial(sfvi_row, *cell, fits, seed, curvature_norm="auto") for cell in of),
+            *(partial(sfvi_row, k, RECORDS[-1], EPSILONS[-1], fits, seed, curvature_norm="auto", norm=norm)
+              for k, norm in MANY_CUT),
+        ],
+        "without": [
+            *(partial(sfvi_row, *cell, fits, seed, declares=True) for cell in of),
+            *(partial(sfvi_row, "logistic", RECORDS[-1], e, fits, seed, FAR, declares=True) for e in FAR_EPSILONS),
+        ],
+        "pvi": [partial(_pvi_row, e, fits, seed) for e in EPSILONS],
+        "adult": [
+            *(partial(_adult_row, columns, 0, fits, seed, data) for columns in ADULT),
+            partial(_adult_row, "12 columns", "auto", fits, seed, data),
+        ],
+    }  # fmt: skip
+    rows = [row() for kind in made if kind in cells for row in made[kind]]
+    return {"machine": machine(), "delta": DELTA, "rows": rows}
 
 
 def drawn(kind: Kind, records: int, fits: int, rng: torch.Generator) -> Data:
