@@ -95,9 +95,9 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
     }
     if clipped is None and cut is not None and cut > MANY_CUT:
         warnings.warn(
-            f"gradients of up to {cut:.0%} of records (or silos) are longer than clipping_norm, if the model is right: "
+            f"gradients of up to {cut:.0%} of records (or silos) are cut, if the model is right: "
             "where more are cut on one side than on the other, as in a logistic regression, means are off by more than "
-            "sds say; take a longer norm",
+            "sds say; take a longer clipping_norm",
             SecureFVIWarning,
             stacklevel=4,
         )

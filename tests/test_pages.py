@@ -45,6 +45,7 @@ SLOW = (
     "docs/models.md",
     "docs/posterior.md",
     "docs/privacy.md",
+    "docs/private-intervals.md",
     "docs/prodlda.md",
     "docs/provisioning.md",
     "docs/pvi.md",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from secure_fvi.deployment.deciding import Decision
     from secure_fvi.deployment.home import Home
     from secure_fvi.deployment.policy import SitePolicy
-    from secure_fvi.disclosure import Disclosure
+    from secure_fvi.disclosure import Disclosure, Phase
     from secure_fvi.runs.config import Config
 
 FILE = click.Path(path_type=Path)
@@ -444,6 +444,21 @@ def disclosure_lines(d: Disclosure) -> list[str]:
     return list(_lines(d))
 
 
+def _kept(d: Disclosure, phase: Phase) -> list[str]:
+    """What the phase names that a private job does not release."""
+    from secure_fvi.disclosure import WORDS
+
+    if d.privacy is None:
+        return []
+    released = {"objective": "objective", "records": "exact_counts"}
+    said = {"objective": "the bound or a part of it", "records": "a number of records"}
+    sent = {b.name for b in phase.blocks or ()}
+    return [
+        said[block] for block, where in released.items()
+        if where not in d.kinds and block not in sent and any(word in phase.what for word in WORDS[block])
+    ]  # fmt: skip
+
+
 def _lines(d: Disclosure) -> Iterator[str]:
     from secure_fvi.disclosure import DISCLOSURES
 
@@ -456,6 +471,8 @@ def _lines(d: Disclosure) -> Iterator[str]:
         over = _COHORTS[p.cohort].format(asked=p.asked, silos=d.silos)
         yield f"  each over {over}" + (f"; after losses over {p.at_least} at least" if p.at_least < p.asked else "")
         yield f"  of a silo: {p.what}"
+        if kept := _kept(d, p):
+            yield f"  not sent of these, under privacy: {', '.join(kept)}"
         if p.blocks is None:
             yield "  its blocks follow from the model, once it is traced"
         else:

@@ -63,6 +63,12 @@ def test_blocks_and_noise_are_told_once_the_data_are_read(line: CommandLine) -> 
     for words in ("direct: 2;", "noise: Skellam, 3 times the clipping norm 1", "1 colluder and 0 losses", "noised"):
         assert words in text
     assert "exact" not in text
+    # Of what SFVI sums without privacy two go only where the job says so.
+    kept = "not sent of these, under privacy: "
+    assert kept + "the bound or a part of it, a number of records" in text
+    shown = _explain(line, "--set", "privacy.public_counts=true", "--set", "aggregation.kind=masked", *private)
+    assert kept + "the bound or a part of it\n" in shown
+    assert kept not in _explain(line, "--set", "aggregation.kind=masked")
 
 
 def test_without_the_sites_folder_one_line_says_what_it_is(line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

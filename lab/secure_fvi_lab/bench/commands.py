@@ -166,14 +166,14 @@ def privacy(data: Path | None, quick: bool) -> Finding:
 )
 @_data
 def coverage() -> None:
-    """How often 95% intervals of private fits cover the truth, with the noise counted and without. docs/privacy.md."""
+    """How often 95% intervals of private fits cover, the noise counted and not. docs/private-intervals.md."""
 
 
 @_measuring("integrated", "integrated:measure")
 @click.option("--fits", type=click.IntRange(2), default=100, show_default=True, help="Of each cell.")
 @click.option("--seed", default=0, show_default=True, help="Of data, noise and draws.")
 def integrated() -> None:
-    """How often they cover in six cities, the children's latents integrated out in the program. docs/privacy.md."""
+    """How often they cover in six cities, children's latents integrated out. docs/private-intervals.md."""
 
 
 @_measuring("pvi-modes", "pvi_modes:measure")
