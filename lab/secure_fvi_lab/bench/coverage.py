@@ -252,8 +252,7 @@ def simulated(
         totals.append(total)
         averaged += round_ >= config.iterations * (1 - config.average_last)
         if averaged:
-            places = torch.bucketize(residual.abs() * norms, edges)
-            counts += torch.nn.functional.one_hot(places, len(edges) + 1).sum(1)
+            counts += places(residual.abs() * norms, edges)
             counts += sd / lengths.unit * torch.randn(counts.shape, generator=rng, dtype=torch.float64)
         if averaged and curved is not None:
             weight = torch.ones_like(mean) if kind == "linear" else mean.sigmoid() * (-mean).sigmoid()
@@ -271,6 +270,12 @@ def simulated(
     h = torch.stack(released, 1) if released else z.new_zeros(fits, 0, 0, 0)
     told = [Clipped.of(lengths.edges, of / averaged, (sd / lengths.unit) ** 2 / averaged) for of in counts]
     return Fits(torch.stack(broadcasts, 1), torch.stack(totals, 1), h, told, ended["loc"], sds)
+
+
+def places(length: Tensor, edges: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+    """(B, len(edges) + 1): how many records, of lengths (B, N), are between the edges."""
+    up_to = torch.stack([(weights * (length <= edge)).sum(1) for edge in edges] + [(weights + 0 * length).sum(1)], 1)
+    return up_to.diff(dim=1, prepend=torch.zeros_like(up_to[:, :1]))
 
 
 def _summed(data: Data, weight: Tensor) -> Tensor:

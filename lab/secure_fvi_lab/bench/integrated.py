@@ -39,7 +39,18 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.models import six_cities
 from secure_fvi.objective import Curved
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi_lab.bench.coverage import MADE, MADE_SEED, SURELY, interval, moving, noise_of, of_each, traced, why
+from secure_fvi_lab.bench.coverage import (
+    MADE,
+    MADE_SEED,
+    SURELY,
+    interval,
+    moving,
+    noise_of,
+    of_each,
+    places,
+    traced,
+    why,
+)
 from secure_fvi_lab.machine import machine
 
 SITES = ("1", "smoke", "age", "smoke x age", "omega")
@@ -209,8 +220,7 @@ def simulated(program: SFVIProgram, data: Children, variance: float, rng: torch.
         late = round_ >= config.iterations * (1 - config.average_last)
         averaged, cut = averaged + late, cut + late * float(((share < weights) * weights).sum() / weights.sum())
         if late and lengths is not None:
-            long = torch.nn.functional.one_hot(torch.bucketize(gradients.norm(dim=-1), edges), len(edges) + 1)
-            counts += (weights.unsqueeze(2) * long).sum(1) + sd / lengths.unit * normal(*counts.shape)
+            counts += places(gradients.norm(dim=-1), edges, weights) + sd / lengths.unit * normal(*counts.shape)
         if late and curved is not None:
             exactly = torch.einsum("bk,bknm->bnm", weights, curvatures(z, curved))
             released.append(exactly + sd / curved.unit * noise_of(fits, z.shape[1], rng))
