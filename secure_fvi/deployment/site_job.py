@@ -454,12 +454,33 @@ class SiteJob:
             raise SessionLost(f"sum {index} was charged, and its answer is not there")
 
     def _begin(self, session: bytes, store: HeldStore, holder: bytes) -> None:
-        self.party = DurableSilo(self._silo(self._sum(session, store, holder)), store)
-        self._store, self.session, self._given_up = store, session, False
-        if self.guards.jobs and self.party.newest > max(self.guards.last_index, 0):
+        """Raises ProtocolError where the silo's state is not that which ledger and log know of; no session is open
+        then."""
+        self.party = self._store = None
+        try:
+            party = DurableSilo(self._silo(self._sum(session, store, holder)), store)
+            self._check_newest(party)
+        except BaseException:
+            store.close()
+            raise
+        self.party, self._store, self.session, self._given_up = party, store, session, False
+
+    def _check_newest(self, party: DurableSilo) -> None:
+        """Raises ProtocolError where the ledger, or the state, is an older copy. A silo whose state is would answer a
+        question anew that was answered: with another sample and share of the noise, and others with the same, so that
+        the two totals' noise differs by one share alone."""
+        if not self.guards.jobs:
+            return
+        if party.newest > max(self.guards.last_index, 0):
             raise ProtocolError(
                 f"the ledger of '{self.home.id}' is older than its state of this job, which knows of sum "
-                f"{self.party.newest}: the ledger was restored from a copy; put the newest one back"
+                f"{party.newest}: the ledger was restored from a copy; put the newest one back"
+            )
+        if sum(party.silo.past.answers) < self.decision.charged:
+            raise ProtocolError(
+                f"the state of this job at '{self.home.id}' is older than its log, which has {self.decision.charged} "
+                "answers that were charged: it was restored from a copy, or is gone; put the newest one back, or begin "
+                "another job"
             )
 
     def _silo(self, secure_sum: SumSilo) -> Silo:

@@ -8,6 +8,8 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from consortium_run import SILOS, Job
 from deployment_world import NOW, World, open_witness
@@ -28,7 +30,7 @@ from secure_fvi.deployment.countersigning import (
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import install, succeed
 from secure_fvi.deployment.site import Site
-from secure_fvi.deployment.site_job import Local
+from secure_fvi.deployment.site_job import Local, SiteJob
 from secure_fvi.deployment.trail import TRAIL, Exchange, JobEntry, Trail
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.errors import ProtocolError
@@ -438,3 +440,45 @@ def test_a_running_jobs_budget_is_not_spent_twice(
     _put_back(world, tmp_path / "copy", *back)
     with nullcontext() if words is None or not rule else pytest.raises(ProtocolError, match=words):
         _asked_again(found, made, sites)
+
+
+def test_a_silo_whose_state_is_put_back_answers_no_question_anew(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ledger and log are the newest, and a lying server that has a total asks its question again: the others send what
+    they sent, noise included, so that from total to total one share alone is another, whatever the silo's ledger was
+    charged. Asked twice it is refused twice. The control, a site that does not look, is asked first."""
+    dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "data_set": "data"}
+    made = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 3, "family": "diagonal"}, privacy=dp)
+    found = opened_job(made, None)
+    folder = world.homes["east"].state_folder / "jobs" / found.job
+
+    def put_back(copy: Path) -> None:
+        found.sites["east"].close()
+        shutil.rmtree(folder)
+        shutil.copytree(copy, folder)
+        found.sites["east"] = Site(world.homes["east"], Local())
+
+    def sent() -> list[npt.NDArray[np.float64]]:
+        carry(found.server.round(), found.exchange)
+        answers = [found.silo(name).answer for name in SILOS]
+        return [answer.values for answer in answers if answer is not None]
+
+    sent()
+    before = found.server.state
+    shutil.copytree(folder, tmp_path / "copy")
+    first = sent()
+    check = SiteJob._check_newest
+    monkeypatch.setattr(SiteJob, "_check_newest", lambda *_: None)
+    put_back(tmp_path / "copy")
+    found.server.state = before._replace(last_index=found.server.state.last_index)
+    again = sent()
+    assert [np.array_equal(a, b) for a, b in zip(first, again, strict=True)] == [False, True, True]
+    monkeypatch.setattr(SiteJob, "_check_newest", check)
+    put_back(tmp_path / "copy")
+    found.server.state = before._replace(last_index=found.server.state.last_index)
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="the state of this job at 'east' is older than its log, which has 3"):
+            carry(found.server.round(), found.exchange)
+    for site in found.sites.values():
+        site.close()
