@@ -21,7 +21,7 @@ from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.exported import Elsewhere, GraphDensity
 from secure_fvi.federated_model import Data, FederatedModel, Schema
 from secure_fvi.later import Later
-from secure_fvi.privacy.accounting import smallest_budget
+from secure_fvi.privacy.accounting import admitted, job_curve, smallest_budget
 from secure_fvi.privacy.gate import Gate, NoiseSource
 from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
 from secure_fvi.privacy.ledger_terms import Budget
@@ -179,10 +179,11 @@ def declared_job(
     settings = next(iter(terms.values())).settings
     about = {"algorithm": algorithm, **description(terms, noise), **({"exact_jobs": exact_jobs} if exact_jobs else {})}
     job = Job(name, data_set, settings.unit, settings.delta, declared, about)
-    budget = smallest_budget(job)
     if settings.epsilon is not None:
-        budget = dataclasses.replace(budget, epsilon=max(budget.epsilon, settings.epsilon))
-    return job, budget
+        asked = Budget(data_set, settings.epsilon, settings.delta, settings.unit)
+        if admitted(asked, (), job_curve(job)):
+            return job, asked
+    return job, smallest_budget(job)
 
 
 def warn_of_large_delta(terms: Mapping[str, Terms], sizes: Mapping[str, int]) -> None:

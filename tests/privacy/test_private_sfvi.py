@@ -18,10 +18,12 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi import fitting
 from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.building import declared_job
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
 from secure_fvi.privacy.accountants import of_group
+from secure_fvi.privacy.accounting import smallest_budget
 from secure_fvi.privacy.gate import Gate, NoiseSource
 from secure_fvi.privacy.ledger import Budget, Ledger
 from secure_fvi.privacy.ledger_account import verify
@@ -274,6 +276,15 @@ def test_a_job_is_charged_to_every_silos_ledger_and_a_second_one_does_not_fit(tm
     assert set(ledger.chain.jobs) == {"first"}
     assert ledger.chain.jobs["first"].released["round"] >= 30
     assert path.read_bytes() == before or len(ledger.chain.jobs) == 1
+
+
+def test_a_job_brings_a_budget_of_the_epsilon_that_it_states() -> None:
+    """Where a data set has none, so that `max_epsilon` of a policy holds for it: not a thousandth more, as the smallest
+    budget is found to (the control)."""
+    for settings in (sf.RecordDP(epsilon=1.0), sf.RecordDP(epsilon=1.0, noise="silo"), sf.SiloDP(epsilon=0.3)):
+        terms = {"round": agree(settings, 5, 1.0, 40, Extent(10, 0, 0))}
+        job, budget = declared_job("job", "data", terms, "sfvi", NoiseSource())
+        assert settings.epsilon == budget.epsilon < smallest_budget(job).epsilon
 
 
 def test_people_with_several_records_are_covered_by_run_ledger_and_report_alike(tmp_path: Path) -> None:
