@@ -64,6 +64,7 @@ from secure_fvi.deployment.session_messages import (
     pack_schema,
     schema_digest,
     session_of,
+    session_roster,
     silo_sum,
 )
 from secure_fvi.disclosure import disclose
@@ -235,9 +236,12 @@ class SiteJob:
             raise ProtocolError("the schema that the server agreed on is not that of this silo's data")
         if self.party is None:
             self.restore()
-        session = session_of(
-            self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
-        )
+        roster, offer = self.decision.roster, self.decision.offer
+        try:
+            session = session_of(roster, offer.within(message.schema), message, self.aggregation)
+            session_roster(roster, session, offer.silos, self.aggregation, message.holder)
+        except InputError as error:  # of job and roster, and no fault of the data
+            raise ProtocolError(str(error)) from None
         if session == self.session:
             return session
         found = dict(zip(message.silos, message.nonces, strict=True))

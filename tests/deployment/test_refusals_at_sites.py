@@ -516,6 +516,25 @@ def test_a_silo_lets_as_many_sums_lack_silos_as_the_job_says(world: World, tmp_p
         site.close()
 
 
+def test_sums_that_the_roster_does_not_allow_are_no_fault_of_the_data(world: World, tmp_path: Path) -> None:
+    """Jobs that a site's data could not answer are counted, and after a few none is let in."""
+    members = [world.request(home) for home in world.homes.values()]
+    world.distribute(write_roster("study", members, NOW, Sums(max_missing=0), world.homes["hub"].roster(NOW)))
+    sums = {"kind": "masked", "min_cohort": 3, "max_missing": 1, "max_differences": 1}
+    made = Job(world, tmp_path, allow=False, algorithm={"name": "sfvi", "iterations": 5}, aggregation=sums)
+    made.allow("east", max_missing=1, max_differences=1)
+    hub = world.homes["hub"]
+    offer = make_offer(made.config, hub.roster(NOW), "hub", manifest(made.config).hash, NOW)
+    with closing(Site(world.homes["east"], Local(data_dir=DATA))) as site:
+        countersigned(hub, site)
+        joined = CODEC.unpack(site.handle(offer.job, JOIN + sign_offer(offer, hub.identity())), Joined)
+        nonces = [joined.nonce, bytes(32), bytes(32)]
+        opened = Open(list(SILOS), nonces, schema_digest(unpack_schema(joined.schema)), 0, b"", 3, 1)
+        with raises(ProtocolError, "the job's sums are not as strict as the"):
+            site.handle(offer.job, OPEN + CODEC.pack(opened))
+        assert UNANSWERABLE not in site._trail.chain.jobs[offer.job].omissions
+
+
 def test_a_sites_state_and_its_ledger_agree(world: World, tmp_path: Path) -> None:
     machines, bag = site_world(world, tmp_path, DATA)
     handle = machines[0].take
