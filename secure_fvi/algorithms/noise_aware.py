@@ -617,33 +617,41 @@ def _swept(
     quadratic, linear = vectors.mT @ (weight.unsqueeze(-1) * vectors), vectors.mT @ linear @ vectors
     diagonals = [power * of.diagonal(dim1=1, dim2=2) for of in (quadratic, linear)]
     values = _values(diagonals[0], diagonals[1], least, rng)
-    # Draws last, for numbers that are read together lie together.
-    v, turned = values.mT.contiguous(), vectors.permute(2, 1, 0).contiguous()
-    quadratic, linear = quadratic.permute(1, 2, 0).contiguous(), linear.permute(1, 2, 0).contiguous()
-    for i, j in _pairings(n, rng)[:_TURNS]:
-        squares, ones = 0.5 * (v[i].square() - v[j].square()), v[i] - v[j]
-        across = squares * (quadratic[i, i] - quadratic[j, j]) - ones * (linear[i, i] - linear[j, j])
-        along = squares * quadratic[i, j] - ones * linear[i, j]
+    # Draws last, for numbers that are read together lie together. The second axis: rows of what is turned, and of both
+    # matrices, whose columns turn with them.
+    v = values.mT.contiguous()
+    every = torch.stack([vectors.mT, quadratic, linear], 1).permute(2, 1, 3, 0).contiguous()
+    first, second = _pairings(n, rng)[:, :_TURNS].unbind()
+    parts = torch.stack([0.5 * (v[first].square() - v[second].square()), v[second] - v[first]], 2)
+    both = torch.cat([first, second], 1)
+    other, place = torch.arange(n).repeat(len(both), 1), torch.full((len(both), n), both.shape[1])
+    other.scatter_(1, both, torch.cat([second, first], 1))
+    place.scatter_(1, both, torch.arange(both.shape[1]).expand_as(both))
+    still = v.new_zeros(1, v.shape[1])
+    for i, j, part, partner, at in zip(first, second, parts, other, place, strict=True):
+        diagonal = every[:, 1:].diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        across = (part * (diagonal[i] - diagonal[j])).sum(1)
+        along = (part * every[i, 1:, j]).sum(1)
         middle, sure = torch.atan2(-along, -0.5 * across), power * torch.hypot(0.5 * across, along)
-        angle = 0.5 * torch.from_numpy(rng.vonmises(middle.numpy(), sure.numpy())).unsqueeze(1)
-        cos, sin = angle.cos(), angle.sin()
-        for of in (turned, quadratic, linear):
-            of[i], of[j] = cos * of[i] + sin * of[j], cos * of[j] - sin * of[i]
-        cos, sin = cos.squeeze(1), sin.squeeze(1)
-        for of in (quadratic, linear):
-            of[:, i], of[:, j] = cos * of[:, i] + sin * of[:, j], cos * of[:, j] - sin * of[:, i]
-    return values, turned.permute(2, 1, 0)
+        angle = 0.5 * torch.from_numpy(rng.vonmises(middle.numpy(), sure.numpy()))
+        turn = torch.cat([angle, -angle, still])[at]
+        cos, sin = turn.cos(), turn.sin()
+        every = cos[:, None, None] * every + sin[:, None, None] * every[partner]
+        columns = every[:, 1:]
+        every[:, 1:] = cos * columns + sin * columns[:, :, partner]
+    return values, every[:, 0].permute(2, 1, 0)
 
 
-def _pairings(n: int, rng: np.random.Generator) -> list[tuple[Tensor, Tensor]]:
-    """All pairs of n, in rounds of a tournament in random order; each round's are of different numbers."""
-    seats, rounds = rng.permutation(n + n % 2), []
-    for turn in rng.permutation(len(seats) - 1):
-        ring = np.concatenate([seats[:1], np.roll(seats[1:], turn)])
-        pairs = np.stack([ring[: len(ring) // 2], ring[::-1][: len(ring) // 2]])
-        one, other = torch.from_numpy(pairs[:, (pairs < n).all(0)])
-        rounds.append((one, other))
-    return rounds
+def _pairings(n: int, rng: np.random.Generator) -> Tensor:
+    """(2, rounds, pairs): all pairs of n, in rounds of a tournament in random order; each round's are of different
+    numbers."""
+    seats = rng.permutation(n + n % 2)
+    turns, places = rng.permutation(len(seats) - 1), np.arange(len(seats) - 1)
+    ring = seats[1 + (places - turns[:, None]) % len(places)]
+    ring = np.concatenate([np.full((len(turns), 1), seats[0]), ring], 1)
+    pairs = np.stack([ring, ring[:, ::-1]])[:, :, : len(seats) // 2]
+    present = np.broadcast_to((pairs < n).all(0), pairs.shape)  # of an odd number one rests in each round
+    return torch.from_numpy(pairs[present].reshape(2, len(turns), n // 2))
 
 
 def _values(precision: Tensor, linear: Tensor, end: _Least, rng: np.random.Generator) -> Tensor:
