@@ -6,6 +6,7 @@ nothing more is charged.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -41,9 +42,11 @@ MANY = 20
 
 
 @pytest.fixture(autouse=True)
-def _fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of curvatures, by which an interval is rougher by a few hundredths of its width, and found twice as fast."""
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer draws of curvatures, by which an interval is rougher by a few hundredths of its width, and found twice as
+    fast; and runs, which are long here, are traced sooner: the numbers are the same (`test_compiled.py`)."""
     monkeypatch.setattr(noise_aware, "_DRAWS", 48)
+    monkeypatch.setattr("secure_fvi.compiled.TRACE_AFTER_CALLS", 8)
 
 
 def end_at(monkeypatch: pytest.MonkeyPatch, least: float | None) -> None:
@@ -275,13 +278,13 @@ def test_pvi_in_parts_keeps_what_the_later_rounds_say_of_all_sites(rounds: int, 
 
 
 def test_intervals_of_noised_sites_cover() -> None:
-    """300 intervals of 30 sums of sites: fewer than 270 by chance less than once in 1,000 where they cover 95%; they
+    """200 intervals of 20 sums of sites: fewer than 178 by chance less than once in 1,000 where they cover 95%; they
     are at most three times as wide as noise and data make them for whoever knows the curvature. The control takes the
     noised sum for the data's."""
     rng, n, sd = torch.Generator().manual_seed(4), 10, 200.0
     prior = Natural(torch.zeros(n).double(), torch.eye(n).double())
     inside, by_q, sds = 0, 0, []
-    for _ in range(30):
+    for _ in range(20):
         data = coverage.drawn("linear", 2000, 1, rng)
         x, beta = data.x[0], data.beta[0]
         exact = Natural(x.mT @ data.y[0], x.mT @ x).pack()
@@ -293,17 +296,17 @@ def test_intervals_of_noised_sites_cover() -> None:
         sds.append(float(found.covariance.diagonal().sqrt().mean()))
         whole = seen.plus(prior)
         by_q += int(((whole.mean() - beta).abs() < 1.96 * whole.stddev()).sum()) if whole.proper else 0
-    assert inside >= 270
+    assert inside >= 178
     assert sum(sds) / len(sds) < 3.0 * (sd**2 + 2000) ** 0.5 / 2000
-    assert by_q < 100
+    assert by_q < 67
 
 
 @pytest.mark.parametrize("what", ["column", "factor"])
 def test_of_a_direction_that_no_site_tells_the_interval_is_as_wide_as_the_priors(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """A column of which nobody has a record; an intercept and all levels of a factor. Of 30 sums of sites 6 intervals
-    each, those of one fit alike: fewer than 153 by chance once in 100 where 95% do. The control, whose curvatures end
+    """A column of which nobody has a record; an intercept and all levels of a factor. Of 20 sums of sites 6 intervals
+    each, those of one fit alike: fewer than 102 by chance once in 400 where 95% do. The control, whose curvatures end
     at three times the noise, takes that for data."""
     rng, levels = torch.Generator().manual_seed(5), torch.eye(5, dtype=torch.float64)
     curvature = torch.diag(torch.tensor([1500.0] * 5 + [0.0], dtype=torch.float64))
@@ -312,7 +315,7 @@ def test_of_a_direction_that_no_site_tells_the_interval_is_as_wide_as_the_priors
         curvature = x.mT @ x
     prior = Natural(torch.zeros(6).double(), torch.eye(6).double())
     root, inside, control, wide = torch.linalg.cholesky(curvature + 1e-9 * torch.eye(6)), 0, 0, 0
-    for _ in range(30):
+    for _ in range(20):
         z, r = torch.randn(2, 6, generator=rng, dtype=torch.float64)
         noise = 100.0 * torch.randn(packed_size(6, True), generator=rng, dtype=torch.float64)
         seen = unpack(Natural(curvature @ z + root @ r, curvature).pack() + noise, 6, True)
@@ -325,9 +328,9 @@ def test_of_a_direction_that_no_site_tells_the_interval_is_as_wide_as_the_priors
                 control += int(hit[5])
             else:
                 inside, wide = inside + int(hit.sum()), wide + int(found.covariance[5, 5] > 0.2)
-    assert inside >= 153
-    assert control < 27
-    assert wide >= 25
+    assert inside >= 102
+    assert control < 18
+    assert wide >= 17
 
 
 def traced(
@@ -548,7 +551,7 @@ def test_broadcasts_that_stray_far_are_refused_where_the_likelihood_is_no_parabo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A logistic regression, of which each fit is refused. In the control the same traces are read as if it were a
-    parabola of the curvature that they show: intervals are given, of 120 no more than 105 of which cover: by chance
+    parabola of the curvature that they show: intervals are given, of 80 no more than 68 of which cover: by chance
     once in 1,000 where 95% did. Where broadcasts stray less intervals are given and cover."""
     traces, found = [], noise_aware.of_gradients
 
@@ -558,9 +561,9 @@ def test_broadcasts_that_stray_far_are_refused_where_the_likelihood_is_no_parabo
 
     with monkeypatch.context() as patch:
         patch.setattr(noise_aware, "of_gradients", kept)
-        far = coverage.sfvi_row("logistic", 3000, 1.0, 12, 4, coverage.FAR)
+        far = coverage.sfvi_row("logistic", 3000, 1.0, 8, 4, coverage.FAR)
     assert far["given"] == 0
-    truth = coverage.drawn("logistic", 3000, 12, torch.Generator().manual_seed(4)).beta
+    truth = coverage.drawn("logistic", 3000, 8, torch.Generator().manual_seed(4)).beta
     prior = TEN
     monkeypatch.setattr(noise_aware, "LEAST_ALIKE", 0.0)
     end_at(monkeypatch, 100.0)
@@ -569,13 +572,13 @@ def test_broadcasts_that_stray_far_are_refused_where_the_likelihood_is_no_parabo
         control = found(*trace, prior, 4.0, True)
         if not isinstance(control, str):
             covered.append(int(((control.mean - beta).abs() < 1.96 * control.covariance.diagonal().sqrt()).sum()))
-    assert len(covered) == 12
-    assert sum(covered) <= 105
+    assert len(covered) == 8
+    assert sum(covered) <= 68
 
     end_at(monkeypatch, None)
-    near = coverage.sfvi_row("logistic", 3000, 3.0, 12, 3)
+    near = coverage.sfvi_row("logistic", 3000, 3.0, 8, 3)
     assert far["strayed"] > 2 * near["strayed"]
-    assert near["given"] >= 9
+    assert near["given"] >= 6
     assert near["covered"] > 0.9
 
 
@@ -597,10 +600,11 @@ def test_rounds_on_their_way_give_no_interval(monkeypatch: pytest.MonkeyPatch) -
     rows = []
     for off, least in ((8.0, noise_aware.LEAST_ALIKE), (8.0, 0.0), (0.0, noise_aware.LEAST_ALIKE)):
         monkeypatch.setattr(noise_aware, "LEAST_ALIKE", least)
-        data = coverage.drawn("linear", 3000, 12, rng)
-        beta = data.beta + torch.tensor([off] + 9 * [0.0])
-        data = data._replace(beta=beta, y=data.y + off * data.x[:, :, 0])
-        fits = coverage.simulated(program, "linear", data, variance**0.5, rng)
+        if least > 0:  # the control's are the first's
+            data = coverage.drawn("linear", 3000, 12, rng)
+            beta = data.beta + torch.tensor([off] + 9 * [0.0])
+            data = data._replace(beta=beta, y=data.y + off * data.x[:, :, 0])
+            fits = coverage.simulated(program, "linear", data, variance**0.5, rng)
         found = [
             noise_aware.of_gradients(*coverage.traced(z, g, variance), prior, 6.0, True)
             for z, g in zip(fits.z[:, 60:], fits.g[:, 60:], strict=True)
@@ -620,10 +624,9 @@ def test_rounds_on_their_way_give_no_interval(monkeypatch: pytest.MonkeyPatch) -
     assert right >= 9
 
 
-@pytest.mark.parametrize("looks", ["totals", "broadcasts"])
-def test_a_rare_outcome_on_its_way_gives_no_interval(monkeypatch: pytest.MonkeyPatch, looks: str) -> None:
-    """A logistic regression with 2% of ones, whose intercept is 4 sds of its prior from where the run begins. In the
-    control every fit is given and at most 7 of 12 intervals of the intercept cover; either look refuses all of them."""
+@functools.cache
+def _rare() -> tuple[Tensor, coverage.Fits, float]:
+    """The coefficients of twelve logistic regressions with 2% of ones, their fits, and the variance of the noise."""
     rng = torch.Generator().manual_seed(11)
     program, variance = job("logistic", 3.0, 4.0)
     data = coverage.drawn("logistic", 6000, 12, rng)
@@ -631,7 +634,15 @@ def test_a_rare_outcome_on_its_way_gives_no_interval(monkeypatch: pytest.MonkeyP
     beta = 0.3 * data.beta
     beta[:, 0] = -4.2
     y = torch.bernoulli(torch.sigmoid((data.x @ beta.unsqueeze(-1)).squeeze(-1)), generator=rng)
-    fits = coverage.simulated(program, "logistic", data._replace(beta=beta, y=y), variance**0.5, rng)
+    data = data._replace(beta=beta, y=y)
+    return beta, coverage.simulated(program, "logistic", data, variance**0.5, rng), variance
+
+
+@pytest.mark.parametrize("looks", ["totals", "broadcasts"])
+def test_a_rare_outcome_on_its_way_gives_no_interval(monkeypatch: pytest.MonkeyPatch, looks: str) -> None:
+    """A logistic regression with 2% of ones, whose intercept is 4 sds of its prior from where the run begins. In the
+    control every fit is given and at most 7 of 12 intervals of the intercept cover; either look refuses all of them."""
+    beta, fits, variance = _rare()
     prior = TEN
     given = {}
     for how in (looks, ""):
@@ -653,18 +664,19 @@ def test_a_rare_outcome_on_its_way_gives_no_interval(monkeypatch: pytest.MonkeyP
 
 
 def test_of_a_column_that_says_nothing_the_interval_is_the_priors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its broadcasts are a walk of the noise, whose slope looks like curvature. All of 20 fits are given, and fewer
-    than 14 of that column's intervals cover by chance once in 400 where 90% do. The control: a prior that ends at a
+    """Its broadcasts are a walk of the noise, whose slope looks like curvature. All of 14 fits are given, and fewer
+    than 9 of that column's intervals cover by chance once in 400 where 90% do. The control: a prior that ends at a
     size as the other columns have takes the walk for data. A column as the others is hidden in no fit."""
     rows = []
+    program, variance = job("linear", 1.0, 6.0)
     for share, least in ((0.0, None), (0.0, 100.0), (1.0, None)):
         end_at(monkeypatch, least)
         rng = torch.Generator().manual_seed(11)
-        program, variance = job("linear", 1.0, 6.0)
-        data = coverage.drawn("linear", 3000, 20, rng)
+        data = coverage.drawn("linear", 3000, 14, rng)
         y = data.y - (1 - share) * data.x[:, :, 9] * data.beta[:, 9:]
         data.x[:, :, 9] *= share
-        fits = coverage.simulated(program, "linear", data._replace(y=y), variance**0.5, rng)
+        if least is None:  # the control's are the first's
+            fits = coverage.simulated(program, "linear", data._replace(y=y), variance**0.5, rng)
         hidden, inside = [], []
         for z, g, beta in zip(fits.z[:, 60:], fits.g[:, 60:], data.beta, strict=True):
             traces = coverage.traced(z, g, variance)
@@ -674,17 +686,17 @@ def test_of_a_column_that_says_nothing_the_interval_is_the_priors(monkeypatch: p
                 hidden.append(int(found.covariance[9, 9] > 0.25))
         rows.append((len(inside), sum(inside), sum(hidden)))
     (given, covered, wide), (_, control, _), (alike, _, narrow) = rows
-    assert (given, alike) == (20, 20)
-    assert covered >= 14
-    assert wide >= 14
-    assert control < 12
+    assert (given, alike) == (14, 14)
+    assert covered >= 9
+    assert wide >= 10
+    assert control < 9
     assert narrow == 0
 
 
 def test_columns_that_are_not_told_apart_have_wide_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     """An intercept and all 9 levels of a factor, 2,000 rows: of 16 fits 160 intervals of 95%, those of one fit alike:
-    fewer than 136 by chance about once in 100. The control: a prior whose curvatures end at a size that the sum of
-    columns which nothing tells does not have."""
+    fewer than 136 by chance about once in 100. The control, of eight: a prior whose curvatures end at a size that
+    the sum of columns which nothing tells does not have."""
     rng = torch.Generator().manual_seed(14)
     program, variance = job("linear", 3.0, 4.0)
     data = coverage.drawn("linear", 2000, 16, rng)
@@ -696,24 +708,26 @@ def test_columns_that_are_not_told_apart_have_wide_intervals(monkeypatch: pytest
     for least in (None, 30.0):
         end_at(monkeypatch, least)
         inside = 0
-        for z, g, beta in zip(fits.z[:, 60:], fits.g[:, 60:], data.beta, strict=True):
+        for z, g, beta in list(zip(fits.z[:, 60:], fits.g[:, 60:], data.beta, strict=True))[
+            : 16 if least is None else 8
+        ]:
             found = noise_aware.of_gradients(*coverage.traced(z, g, variance), prior, 4.0, True)
             assert not isinstance(found, str)
             inside += int(((found.mean - beta).abs() < 1.96 * found.covariance.diagonal().sqrt()).sum())
         covered.append(inside)
     assert covered[0] >= 136
-    assert covered[1] < 110
+    assert covered[1] < 55
 
 
 def test_broadcasts_that_stray_until_all_is_cut_give_no_interval(request: pytest.FixtureRequest) -> None:
     """Linear regressions at ten times the default learning rate, whose gradients are cut wherever broadcasts are. In
-    the control, which does not look, at least 8 of 20 are given, and of their intervals of 95% fewer than .92 cover,
+    the control, which does not look, at least 5 of 12 are given, and of their intervals of 95% fewer than .92 cover,
     wide as they are. At the default rate all are given."""
     rng = torch.Generator().manual_seed(31)
     prior, traces = TEN, {}
     for rate in (0.5, 0.05):
         program, variance = job("linear", 1.0, 6.0, rate)
-        data = coverage.drawn("linear", 1000, 20, rng)
+        data = coverage.drawn("linear", 1000, 12, rng)
         fits = coverage.simulated(program, "linear", data, variance**0.5, rng)
         traces[rate] = [
             (*coverage.traced(z, g, variance), beta)
@@ -721,26 +735,26 @@ def test_broadcasts_that_stray_until_all_is_cut_give_no_interval(request: pytest
         ]
     found = {rate: [noise_aware.of_gradients(*of[:2], prior, 6.0, True) for of in traces[rate]] for rate in traces}
     assert all(isinstance(of, str) for of in found[0.5])
-    assert sum("cut wherever they are" in str(of) for of in found[0.5]) >= 8
-    assert sum(not isinstance(of, str) for of in found[0.05]) >= 19
+    assert sum("cut wherever they are" in str(of) for of in found[0.5]) >= 5
+    assert sum(not isinstance(of, str) for of in found[0.05]) >= 11
     request.getfixturevalue("cut_or_not")
     inside = [
         float(((of.mean - beta).abs() < 1.96 * of.covariance.diagonal().sqrt()).double().mean())
         for *trace, beta in traces[0.5]
         if not isinstance(of := noise_aware.of_gradients(*trace, prior, 6.0, True), str)
     ]
-    assert len(inside) >= 8
+    assert len(inside) >= 5
     assert sum(inside) / len(inside) < 0.92
 
 
 def test_broadcasts_that_are_a_walk_of_the_noise_give_no_interval() -> None:
     """No record says anything of any coordinate: of 40 runs more than 3 are given by chance once in 1,000 where one in
-    100 is. The control: of the same runs with data in them every one is."""
+    100 is. The control: of eight such runs with data in them every one is."""
     given = []
-    for records in (2, 3000):
+    for records, runs in ((2, 40), (3000, 8)):
         rng = torch.Generator().manual_seed(12)
         program, variance = job("linear", 1.0, 6.0)
-        data = coverage.drawn("linear", records, 40, rng)
+        data = coverage.drawn("linear", records, runs, rng)
         data.x[:] *= records > 2
         fits = coverage.simulated(program, "linear", data, variance**0.5, rng)
         prior = TEN
@@ -750,7 +764,7 @@ def test_broadcasts_that_are_a_walk_of_the_noise_give_no_interval() -> None:
         ]
         given.append(sum(not isinstance(of, str) for of in found))
     assert given[0] <= 3
-    assert given[1] == 40
+    assert given[1] == 8
 
 
 def test_where_priors_differ_much_no_direction_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -781,10 +795,10 @@ def test_where_priors_differ_much_no_direction_may_be_hidden(monkeypatch: pytest
     assert not isinstance(found(10 * told, sd)[0], str)
     monkeypatch.setattr(noise_aware, "MOST_UNLIKE", math.inf)
     inside = 0
-    for _ in range(30):
+    for _ in range(16):
         of, z = found(hidden, sd)
         inside += int(((of.mean - z).abs() < 1.96 * of.covariance.diagonal().sqrt())[4:].sum())
-    assert inside < 48
+    assert inside < 26
 
 
 def test_pvi_counts_the_noise_of_gaussian_likelihoods_alone() -> None:
@@ -872,11 +886,11 @@ def test_of_an_eigenvalue_that_nothing_tells_most_are_within_twice_what_is_decla
 
 
 def test_declared_information_narrows_intervals_that_cover() -> None:
-    """What independent columns tell is declared by hundreds of made data sets: of 20 fits 200 intervals, fewer than 178
+    """What independent columns tell is declared by hundreds of made data sets: of 12 fits 120 intervals, fewer than 106
     by chance once in 1,000 where 95% cover, and at most a third as wide as where nothing is declared."""
     rng = torch.Generator().manual_seed(21)
     program, variance = job("linear", 3.0, 6.0)
-    data = coverage.drawn("linear", 300, 20, rng)
+    data = coverage.drawn("linear", 300, 12, rng)
     fits = coverage.simulated(program, "linear", data, variance**0.5, rng)
     inside, given, sds = 0, 0, {None: 0.0, coverage.declared("linear", 300): 0.0}
     for z, g, beta in zip(fits.z[:, 60:], fits.g[:, 60:], data.beta, strict=True):
@@ -889,16 +903,16 @@ def test_declared_information_narrows_intervals_that_cover() -> None:
             sds[floor] += float(of.covariance.diagonal().sqrt().mean())
         inside += int(((of.mean - beta).abs() < 1.96 * of.covariance.diagonal().sqrt()).sum())
     free, declared = sds.values()
-    assert given >= 18
-    assert inside >= 178 - 10 * (20 - given)
+    assert given >= 10
+    assert inside >= 106 - 10 * (12 - given)
     assert declared < free / 3
 
 
 def test_declared_information_that_is_not_there_is_dropped_where_it_can_be_seen() -> None:
     """Data that tell nothing along one of six directions. Where noise is short it is dropped of all of 20 sums, and
     intervals are those without it; where noise hides that, what was declared is believed, and intervals along that
-    direction do not cover: the control, for which the summary names the assumption. Of 300 sums whose data tell as much
-    as declared along every direction, and no more, it is dropped of over 9 by chance about once in 1,000 where one in
+    direction do not cover: the control, for which the summary names the assumption. Of 150 sums whose data tell as much
+    as declared along every direction, and no more, it is dropped of over 6 by chance about once in 1,000 where one in
     100 is."""
     rng, floor = torch.Generator().manual_seed(22), 1000.0
     basis = torch.linalg.qr(torch.randn(6, 6, generator=rng, dtype=torch.float64)).Q
@@ -927,11 +941,11 @@ def test_declared_information_that_is_not_there_is_dropped_where_it_can_be_seen(
     assert rows[300.0][0] >= 15
     assert rows[300.0][1] < 0.5 * rows[300.0][0]
     refused = 0
-    for _ in range(300):
+    for _ in range(150):
         noise = noise_aware._normals((1, 6, 6), np.random.default_rng(int(torch.randint(2**31, (1,), generator=rng))))
         told = noise_aware._Told(basis, floor * torch.eye(6).double() + 100 * noise[0], torch.full((6, 6), 1e-4), prior)
         refused += bool(noise_aware._ruled_out(told, floor))
-    assert refused <= 9
+    assert refused <= 6
 
 
 def test_the_summary_names_what_is_mostly_the_prior_and_what_intervals_rest_on() -> None:
@@ -941,7 +955,8 @@ def test_the_summary_names_what_is_mostly_the_prior_and_what_intervals_rest_on()
     privacy = sf.RecordDP(noise_multiplier=10.0, clipping_norm=3.0, noise="silo", retries=0)
 
     def fitted(**options: Any) -> Any:
-        settings = {"family": "full", "iterations": 300, "learning_rate": 0.1, "average_last": 0.8, **options}
+        settings = {"family": "full", "iterations": 200, "learning_rate": 0.1, "average_last": 0.8, "curvature_norm": 0}
+        settings |= options
         return sf.fit(
             sf.FederatedModel(two_slopes, "row"), [{"x": x, "y": y}], sf.SFVI(**settings), sf.Plain(),
             privacy=privacy, noise_key=b"k", compile=False,
@@ -1027,7 +1042,7 @@ def apart(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(off, 1.0), obs=y)
 
 
-@pytest.mark.parametrize("algorithm", [sf.SFVI(iterations=8), sf.PVI(rounds=2)])
+@pytest.mark.parametrize("algorithm", [sf.SFVI(iterations=8), sf.PVI(rounds=2, local_steps=5)])
 def test_a_program_without_second_derivatives_ends_and_says_why_it_has_no_intervals(algorithm: Any) -> None:
     """A run that is paid for is not lost at its end. Its curvature is refused before the first round."""
     rows = {"x": torch.ones(6, 2).double(), "y": torch.ones(6).double()}
@@ -1086,7 +1101,7 @@ def test_latents_that_are_integrated_out_leave_intervals_that_count_the_noise() 
     assert "integrate them out in the program" in result.privacy["sds"]["because"]
     result = sf.fit(
         sf.FederatedModel(integrated.integrated, "child"), [children],
-        sf.SFVI(iterations=400, learning_rate=0.1, average_last=0.5, curvature_norm=0), sf.Plain(), privacy=privacy,
+        sf.SFVI(iterations=250, learning_rate=0.15, average_last=0.4, curvature_norm=0), sf.Plain(), privacy=privacy,
         noise_key=b"k", compile=False,
     )  # fmt: skip
     assert result.privacy["sds"]["count_noise"], result.privacy["sds"]
@@ -1095,9 +1110,9 @@ def test_latents_that_are_integrated_out_leave_intervals_that_count_the_noise() 
 def test_intervals_of_integrated_six_cities_cover() -> None:
     """A cell of the bench, 5,370 children at epsilon 3, of a fixed seed: of 50 intervals of 95% fewer than 43 by chance
     once in 100 seeds. The control, q's, covers as few."""
-    row = integrated.measured("integrated", 5_370, 3.0, 16, 0)
+    row = integrated.measured("integrated", 5_370, 3.0, 12, 0, declares=False)
     assert row["given"] >= 10
-    assert row["covered"] >= 0.87 > row["by_q"]
+    assert row["covered"] >= 0.86 > row["by_q"]
 
 
 @pytest.mark.filterwarnings("always::secure_fvi.errors.SecureFVIWarning")
@@ -1121,7 +1136,7 @@ def test_where_many_gradients_are_cut_the_run_says_so(monkeypatch: pytest.Monkey
             warnings.simplefilter("always", sf.SecureFVIWarning)
             result = sf.fit(
                 sf.FederatedModel(coverage.logistic, record_plate="row"), [{"x": x, "y": y}],
-                sf.SFVI(family="full", iterations=400, average_last=0.5, lengths_share=share, curvature_norm=0),
+                sf.SFVI(family="full", iterations=200, average_last=0.5, lengths_share=share, curvature_norm=0),
                 sf.Plain(), privacy=privacy, noise_key=b"k", compile=False,
             )  # fmt: skip
         said, many = result.privacy["sds"], norm < 4
@@ -1216,7 +1231,7 @@ def test_of_a_linear_regression_the_summary_says_that_what_cuts_move_is_not_coun
     y = x @ torch.tensor([0.5, -0.2]).double() - torch.rand(2000, generator=rng).double().log() - 1
     result = sf.fit(
         sf.FederatedModel(_line, record_plate="row"), [{"x": x, "y": y}],
-        sf.SFVI(family="full", iterations=120, average_last=0.5), sf.Plain(),
+        sf.SFVI(family="full", iterations=120, average_last=0.5, curvature_norm=0), sf.Plain(),
         privacy=sf.RecordDP(noise_multiplier=2.0, clipping_norm=2.0, noise="silo", retries=0), noise_key=b"k",
         compile=False,
     )  # fmt: skip
@@ -1253,8 +1268,8 @@ def test_the_longer_norm_that_a_run_advises_mends_what_cuts_moved() -> None:
             warnings.simplefilter("always", sf.SecureFVIWarning)
             result = sf.fit(
                 sf.FederatedModel(_errors, record_plate="row"), [{"x": x, "y": y}],
-                sf.SFVI(family="full", iterations=200, average_last=0.5), sf.Plain(), privacy=privacy, noise_key=b"k",
-                compile=False,
+                sf.SFVI(family="full", iterations=200, average_last=0.5, curvature_norm=0), sf.Plain(), privacy=privacy,
+                noise_key=b"k", compile=False,
             )  # fmt: skip
         found.append(result)
         said = [str(w.message) for w in seen if "longer than clipping_norm" in str(w.message)]
@@ -1312,14 +1327,14 @@ def test_where_data_tell_more_than_a_prior_that_is_not_normal_a_normal_stands_fo
     """Of an sd of errors under a half-Cauchy: of 12 intervals of four fits fewer than 9 cover by chance once in 400
     where 95% do. They are longer than without privacy, and no more than eightfold: the prior is wider."""
     inside, alone = 0, torch.tensor([1500**-0.5] * 2 + [3000**-0.5]).double()
-    for seed in range(4):
+    for seed in range(3):
         rng = torch.Generator().manual_seed(40 + seed)
         x = torch.randn(1500, 2, generator=rng).double()
         y = x @ torch.tensor([0.5, -1.0]).double() + torch.randn(1500, generator=rng).double()
         privacy = sf.RecordDP(noise_multiplier=8.0, clipping_norm=10.0, noise="silo", retries=0)
         result = sf.fit(
             sf.FederatedModel(_half, record_plate="row"), [{"x": x, "y": y}],
-            sf.SFVI(family="full", iterations=150, average_last=0.6), sf.Plain(), privacy=privacy,
+            sf.SFVI(family="full", iterations=120, average_last=0.6, curvature_norm=0), sf.Plain(), privacy=privacy,
             noise_key=bytes([seed]), compile=False,
         )  # fmt: skip
         assert result.privacy["sds"]["count_noise"], result.privacy["sds"]
@@ -1329,7 +1344,7 @@ def test_where_data_tell_more_than_a_prior_that_is_not_normal_a_normal_stands_fo
         inside += int((off < 1.96 * sd).sum())
         assert (sd > 1.05 * alone).all()
         assert (sd < 8 * alone).all()
-    assert inside >= 9
+    assert inside >= 7
 
 
 @pytest.mark.parametrize(("sd", "stands"), [(0.05, True), (2.0, False)])

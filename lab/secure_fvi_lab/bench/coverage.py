@@ -62,7 +62,7 @@ RATE = 0.05
 FAR, FAR_EPSILONS = (1000, 0.1), (1.0, 3.0)
 #: Clipping norms of adult's cells, fits at most, and their settings.
 ADULT, ADULT_FITS = {"12 columns": 4.0, "114 columns": 2.25}, {"12 columns": 1000, "114 columns": 20}
-ADULT_EPSILON, ADULT_DELTA, ADULT_ROUNDS, ADULT_RATE = 1.0, 1e-6, 1000, 0.1
+ADULT_EPSILON, ADULT_DELTA, ADULT_ROUNDS, ADULT_RATE = 1.0, 1e-6, 1000, 0.05
 #: The twelve: the intercept, numbers in the example's units, and answers of which yes is 1 and no -1.
 _NUMBERS = ("intercept", "age", "education-num", "capital-gain", "capital-loss", "hours-per-week")
 _ANSWERS = (

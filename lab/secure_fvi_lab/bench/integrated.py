@@ -297,8 +297,10 @@ def measure(fits: int, seed: int = 0) -> dict[str, Any]:
     return {"machine": machine(), "rounds": ROUNDS, "delta": DELTA, "clipping_norm": CLIP, "rows": rows}
 
 
-def measured(latents: str, children: int, epsilon: float, fits: int, seed: int) -> dict[str, Any]:
-    """A cell, as `lines` has it."""
+def measured(
+    latents: str, children: int, epsilon: float, fits: int, seed: int, declares: bool = True
+) -> dict[str, Any]:  # fmt: skip
+    """A cell, as `lines` has it. declares: also with `least_information`."""
     rng = torch.Generator().manual_seed(seed)
     kept = latents == "kept"
     model = six_cities.PROGRAM.model if kept else FederatedModel(integrated, record_plate="child")
@@ -308,12 +310,13 @@ def measured(latents: str, children: int, epsilon: float, fits: int, seed: int) 
     variance = program.terms["round"].variance(1, privacy.clipping_norm)
     data = drawn(children, fits, rng)
     found = simulated(program, data, variance, rng)
-    first, floor = math.ceil(ROUNDS * (1 - LAST)), declared(children)
+    first, floor = math.ceil(ROUNDS * (1 - LAST)), declared(children) if declares else 0.0
     answers, narrowed = list[NoiseAware | str](), list[NoiseAware | str]()
     for z, g, h, told in zip(found.z[:, first:], found.g[:, first:], found.h, found.clipped, strict=True):
         seen = traced(z, g, variance) if curved is None else traced(z, g, variance, h, curved.unit)
         answers.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP, clipped=told))
-        narrowed.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP, floor=floor, clipped=told))
+        if declares:
+            narrowed.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP, floor=floor, clipped=told))
     _, precision = posterior(data.kinds)
     own = torch.linalg.inv(precision).diagonal(dim1=1, dim2=2).sqrt()
     row: dict[str, Any] = {
@@ -324,8 +327,8 @@ def measured(latents: str, children: int, epsilon: float, fits: int, seed: int) 
     if kept:
         slope = found.off[:, first:].mean(1)
         row["off"] = (torch.linalg.solve(precision, slope.unsqueeze(-1)).squeeze(-1) / own).mean(0).tolist()
-    said = {"least_information": floor, **_told(narrowed, data.truth, own)}
-    return row | _told(answers, data.truth, own) | {"declared": said}
+    row |= _told(answers, data.truth, own)
+    return row | {"declared": {"least_information": floor, **_told(narrowed, data.truth, own)}} if declares else row
 
 
 def declared(children: int) -> float:
