@@ -102,6 +102,9 @@ MOST_BENT = 1.0
 #: their priors', in the median; and, where totals vary by more than so many times their noise, half of that, and the
 #: variance of a record's linear predictor over broadcasts, over that of its own noise.
 _NO_LINE, MOST_WANDER, MOST_VARIED, MOST_SWAY = 4.0, 1.0, 2.0, 1.0
+#: Standard errors by which what rounds released of the curvature may fall short of the slope of their totals, and by
+#: what, over the root of the dimension times that slope's error, it is worse to go by than the slope alone.
+_SHORT, _WORSE = 2.33, 0.5
 #: Share of records whose gradients are cut, up to which they may be told of from off the mode.
 _FEW_CUT = 0.02
 #: Share of records whose gradients of a parabola are cut, up to which they count as a line.
@@ -371,13 +374,19 @@ def _regressed(trace: Trace) -> tuple[_Told, float]:
 
 
 def _with_released(told: _Told, trace: Trace) -> _Told:
-    """With the curvature that rounds released. Minibatches leave more than its noise there too."""
+    """With the curvature that rounds released, unless the slope of totals shows more of it, and by more than that is
+    uncertain itself: much of what was released is cut then. Minibatches leave more than its noise there too."""
     weight, h, squares = trace.curved
     if weight == 0:
         return told
     n = len(h)
     sure = weight / max(1.0, squares / ((trace.rounds - 1) * n * (n + 1) / 2)) * (2 - torch.eye(n).to(h))
     precision, also = told.precision + sure, told.basis.mT @ h @ told.basis
+    both = (told.precision * sure / precision).tril()  # one over the variance of their difference, each number once
+    size = float((both * also.square()).sum())
+    short = float((both * also * (told.estimate - also)).sum()) / size if size else 0.0  # of it, as a share
+    if short > max(_SHORT / math.sqrt(size or 1.0), _WORSE * math.sqrt(n) * _error(told)):
+        return told
     return told._replace(estimate=(told.precision * told.estimate + sure * also) / precision, precision=precision)
 
 
