@@ -24,7 +24,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi import column_silo, mixed_model
+from secure_fvi import column_silo, compiled, mixed_model
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import pvi
 from secure_fvi.algorithms.base import Pending
@@ -41,9 +41,15 @@ from secure_fvi.privacy import gate as gate_module
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
 from secure_fvi.randomness import KeyedDraws
 
-#: 50 in the second tier, and the least at which all are traced in the first.
-ROUNDS = int(os.environ.get("SENSITIVITY_ROUNDS", "15"))
+#: 50 in the second tier; in the first few, of which all but the first are traced.
+ROUNDS = int(os.environ.get("SENSITIVITY_ROUNDS", "8"))
 CLIP, NOISE, KEY = 1.0, 2.0, b"k" * 32
+
+
+@pytest.fixture(autouse=True)
+def _traced_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    if ROUNDS <= compiled.TRACE_AFTER_CALLS:
+        monkeypatch.setattr(compiled, "TRACE_AFTER_CALLS", 6)
 
 
 class Parties(NamedTuple):
@@ -249,8 +255,10 @@ def test_a_record_of_a_formula_moves_each_release_by_at_most_the_norm(
     def build(joins: int | None, **more: int) -> Callable[[bool], Parties]:
         return lambda changed: grouped_world(formula, {"rows": 1, **most, **more}, joins if changed else None, 4)
 
+    past = SharedPast()
+    without = past.drive(build(60)(False), 4)
     for joins in (60, 5):
-        found = gaps(build(joins), 4)
+        found = apart(without, past.drive(build(joins)(True), 4))
         assert len(found) == 4
         assert 0.3 < found.max() <= 1 + 1e-9
     with pytest.raises(InputError, match="numbers of rows and groups that shapes follow from"):
@@ -314,6 +322,7 @@ def _regression(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(x * beta, 1.0), obs=y)
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -339,6 +348,7 @@ def test_the_same_without_local_latents(algorithm: Any) -> None:
     assert 0.3 < found.max() <= 1 + 1e-9
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.filterwarnings("ignore:site 'weight' does not reach")  # it is the encoder's
 def test_a_client_of_fedvi_moves_each_release_by_at_most_the_norm() -> None:
     algorithm = sf.FedVI(rounds=ROUNDS, batch_size=10, weights="equal", total_records=60, learning_rate=0.05)
@@ -484,6 +494,7 @@ SHIPPED = {
 }
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("program", "row", "mechanism"),
     [
@@ -499,7 +510,7 @@ def test_people_coupled_by_a_vertical_program_are_found(
     """The control: what was shipped."""
     monkeypatch.setattr(column_silo, "check_predictor", lambda *_, **__: None)
     monkeypatch.setattr(*SHIPPED[mechanism])
-    assert gaps(lambda changed: columns_world(changed, program, row, 20, learning_rate=1.0), 20).max() > 2
+    assert gaps(lambda changed: columns_world(changed, program, row, 12, learning_rate=1.0), 12).max() > 2
 
 
 def test_rows_that_fail_with_one_person_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,7 +631,7 @@ def test_parts_whose_states_follow_each_release_are_found(monkeypatch: pytest.Mo
     """The control. One record, ten parts: the sums of later rounds differ by far more than the norm."""
     monkeypatch.setattr(PVIProgram, "averaged", property(lambda self: False, lambda self, value: None), raising=False)
     monkeypatch.setattr(PVIProgram, "contribute", _with_parts)
-    assert gaps(lambda changed: parts_world(changed, *_PARTS["exact, diagonal"]), 12).max() > 1.5
+    assert gaps(lambda changed: parts_world(changed, *_PARTS["exact, diagonal"]), ROUNDS).max() > 1.5
 
 
 # ---- noise in the steps of local fits ----
