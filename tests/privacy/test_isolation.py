@@ -21,7 +21,7 @@ from test_conditional_sensitivity import Parties, gaps
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms import sfvi
+from secure_fvi.algorithms import noised_fit, sfvi
 from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, threads
 from secure_fvi.deployment.fenced import export
 from secure_fvi.errors import InputError
@@ -44,6 +44,14 @@ def test_the_program_of_these_attacks_is_refused_before_the_first_round(monkeypa
     monkeypatch.undo()
     with pytest.raises(InputError, match="is not a sum over records"):
         failing_world("unfenced", False)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 rows where a program runs a row at a time, spare ones included, and of 32 elsewhere."""
+    monkeypatch.setattr(sfvi, "rows_at_once", lambda numbers: 32)
+    monkeypatch.setattr(sfvi, "FEWEST_ROWS", 16)
+    monkeypatch.setattr(noised_fit, "FEWEST_ROWS", 16)
 
 
 class Fenced:
@@ -143,17 +151,18 @@ def _traced_in(how: str, records: int, fails: bool, rounds: int) -> int:
     return rounds
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("how", ["fenced", "unfenced"])
 @pytest.mark.later("fenced")
 def test_data_do_not_decide_from_when_on_records_run_traced(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a record on which the program fails, which is searched for, nor by the number of blocks. The control:
     where each block and each call of the search counted, both did."""
     monkeypatch.setattr("secure_fvi.compiled.TRACE_AFTER_CALLS", 4)
-    found = [_traced_in(how, *of, 8) for of in ((20, False), (20, True), (600, False))]
+    found = [_traced_in(how, *of, 6) for of in ((20, False), (20, True), (80, False))]
     assert found == [4, 4, 4]
     ready = TracedOnMade.ready
     monkeypatch.setattr(TracedOnMade, "ready", lambda self, *args: lambda *at: ready(self, *at)(*at))
-    found = [_traced_in(how, *of, 8) for of in ((20, False), (20, True), (600, False))]
+    found = [_traced_in(how, *of, 6) for of in ((20, False), (20, True), (80, False))]
     assert found[0] == 4
     assert found[2] < 4
     assert (found[1] < 4) == (how == "unfenced")  # in a graph what fails is no number, and nobody is searched for
@@ -221,10 +230,11 @@ def mixes(x: Tensor, y: Tensor) -> None:
 
 
 def mixing_world(changed: bool) -> Parties:
-    silo = {"x": torch.zeros(40), "y": 3 + torch.randn(40, generator=torch.Generator().manual_seed(0))}
+    silo = {"x": torch.zeros(12), "y": 3 + torch.randn(12, generator=torch.Generator().manual_seed(0))}
     return world(mixes, "unfenced", silo, {"x": torch.tensor([1e4]), "y": torch.tensor([3.0])} if changed else None)
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_a_program_with_an_operation_that_mixes_records_is_evaluated_one_by_one() -> None:
     with pytest.warns(sf.SecureFVIWarning, match="index_fill.*one by one"):
         assert 0.3 < gaps(mixing_world, ROUNDS).max() <= 1 + 1e-9
@@ -244,7 +254,7 @@ def test_records_that_are_mixed_are_found(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(sfvi, "untested_operations", lambda call: [])
     monkeypatch.setattr(sfvi.SFVIProgram, "_chunks", as_it_was)
-    assert gaps(mixing_world, ROUNDS).max() > 20
+    assert gaps(mixing_world, ROUNDS).max() > 15
 
 
 # ---- a function that brings rules of its own ----
@@ -289,7 +299,7 @@ def ruled_world(function: Any, how: str, changed: bool) -> Parties:
         with pyro.plate("row", len(y)):
             pyro.sample("y", dist.Normal(z * function.apply(x), 1.0), obs=y)
 
-    silo = {"x": torch.full((40,), 0.1), "y": 3 + torch.randn(40, generator=torch.Generator().manual_seed(0))}
+    silo = {"x": torch.full((12,), 0.1), "y": 3 + torch.randn(12, generator=torch.Generator().manual_seed(0))}
     record = {"x": torch.tensor([1e4]), "y": torch.tensor([3.0])} if changed else None
     return world(ruled, how, silo, record)
 
@@ -297,6 +307,7 @@ def ruled_world(function: Any, how: str, changed: bool) -> Parties:
 _BY_STEPS = sf.PVI(rounds=2, private="steps", local_steps=3, damping=0.5, learning_rate=0.1, scale_rate=0.5)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("function", [Stabilised, Calls])
 @pytest.mark.parametrize("algorithm", ["sfvi", "steps"])
 def test_a_function_with_rules_of_its_own_mixes_no_records(
