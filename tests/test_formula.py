@@ -1169,7 +1169,7 @@ def test_the_command_reads_its_dictionary_once(tmp_path: Path) -> None:
         assert again.read() == ""
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("undrawn", "few_draws", "untraced")
 def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
