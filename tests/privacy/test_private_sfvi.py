@@ -455,7 +455,7 @@ def _wards(y: Tensor) -> None:
 
 def _spread_where_priors_pass_the_bound(monkeypatch: pytest.MonkeyPatch) -> float:
     """The sd, over 60 draws of the noise, of one total of six silos at a point that a lying server names: where the
-    slope of the prior of a silo's own latents passes what a block has room for, at all silos but one: the first such."""
+    slope of the prior of a silo's own latents passes what a block has room for, at all silos but one."""
     rng, silos = torch.Generator().manual_seed(1), 6
     data = [{"y": torch.randn(5, generator=rng)} for _ in range(silos)]
     privacy = sf.RecordDP(noise_multiplier=4.0, clipping_norm=1.0, retries=1000)
