@@ -1152,7 +1152,7 @@ def test_where_many_gradients_are_cut_the_run_says_so(monkeypatch: pytest.Monkey
                 sf.Plain(), privacy=privacy, noise_key=b"k", compile=False,
             )  # fmt: skip
         said, many = result.privacy["sds"], norm < 4
-        assert any("longer than clipping_norm" in str(w.message) for w in seen) == many
+        assert any("clipping_norm" in str(w.message) for w in seen) == many
         q = result.unaware if said["count_noise"] else result.posterior
         off = (q["beta"].mean - beta).abs() / sd
         assert (off.median() > 1) == many
