@@ -40,6 +40,8 @@ class Optimizer:
             raise InputError("optimizer_options takes no weight_decay: it biases a posterior; the prior is the model's")
         if not 0 < self.learning_rate < float("inf"):
             raise InputError(f"learning_rate must be positive and finite, not {self.learning_rate}")
+        if not self.options:  # nothing else can be wrong; the first that is built loads PyTorch's compiler, a second
+            return
         try:
             self._build([torch.zeros(1)])
         except (TypeError, ValueError) as error:
