@@ -457,14 +457,20 @@ NOT_TWICE = (
 _MADE, _MADE_SEED = 4, 20_250_503
 
 
-def on_made(problem: Problem) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The log-likelihood of a model without other latents than Z_G, on made records, whose numbers are uniform ones, so
-    that the data are not asked; and a Z_G (n_global,) to begin with."""
+def on_made(problem: Problem, largest: int = 0) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The log-likelihood of a model without other latents than Z_G, on made records, so that the data are not asked;
+    and a Z_G (n_global,) to begin with. Numbers are uniform ones, and whole numbers 0; or, with `largest`, all are
+    whole, from 0 up to it in turn, and one more in columns of floating point."""
     rng = torch.Generator().manual_seed(_MADE_SEED)
-    rows = {
-        name: (torch.rand(v.shape, generator=rng, dtype=v.dtype) if v.is_floating_point() else v).to(problem.device)
-        for name, v in problem.schema.dummy_rows(_MADE).items()
-    }
+
+    def made(column: Tensor) -> Tensor:
+        floating = column.is_floating_point()
+        if largest == 0:
+            return torch.rand(column.shape, generator=rng, dtype=column.dtype) if floating else column
+        turn = torch.arange(_MADE).reshape(-1, *[1] * (column.dim() - 1)) % (largest + 1)
+        return (column + turn).to(column.dtype)  # of ones, or zeros
+
+    rows = {name: made(column).to(problem.device) for name, column in problem.schema.dummy_rows(_MADE).items()}
 
     def log_p(z: Tensor) -> Tensor:
         return problem.density.evaluate(z, z.new_zeros(0), z.new_zeros(_MADE, 0), {}, rows).records.sum()

@@ -83,6 +83,7 @@ from torch import Tensor
 from secure_fvi.algorithms.base import Clipped, NoiseAware, Problem
 from secure_fvi.algorithms.kit import on_made
 from secure_fvi.algorithms.natural import Natural, quadratic
+from secure_fvi.exported import deciding_operations
 
 #: Global dimensions at most: the curvature has as many squared.
 UP_TO = 128
@@ -90,6 +91,8 @@ UP_TO = 128
 #: each dimension of many. Along broadcasts that are a walk of the noise, of 1 to 60 dimensions and 300 or 1,000 rounds,
 #: it was over that in about one of 100 runs; along curvature it grows with the rounds.
 LEAST_SEEN, _SEEN_EACH = 12.0, 0.25
+#: Largest whole numbers of made records on which it is looked at whether the likelihood is a parabola.
+_WHOLES = 1, 2, 3
 #: Probability that halves which are alike differ as much, down to which they count as alike.
 LEAST_ALIKE = 0.01
 #: How far mean broadcasts of the two halves may lie apart, in sds of the second half's, where that moves the slope.
@@ -218,11 +221,29 @@ def _with(curved: Released, h: Tensor, one: float) -> Released:
 
 def straight(problem: Problem) -> bool | None:
     """Whether the log-likelihood is a parabola in Z_G, of a model without other latents. None: PyTorch has no second
-    derivative of the program."""
+    derivative of the program.
+
+    Not where a number decides between functions (`deciding_operations`), of which made records may meet one alone, as
+    of a censored outcome; nor where it is none for records of other whole numbers, such as a kind."""
+    log_p, at = on_made(problem)
     try:
-        return quadratic(*on_made(problem), True, problem.dtype) is not None
+        if quadratic(log_p, at, True, problem.dtype) is None:
+            return False
     except RuntimeError:  # NotImplementedError is one
         return None
+    whole = any(not dtype.is_floating_point for _, _, dtype in problem.schema.fields)
+    if whole and problem.device.type != "cpu":  # where a number past a table's end is no error that one survives
+        return False
+    return not deciding_operations(lambda: log_p(at)) and all(_bends_nowhere(problem, largest) for largest in _WHOLES)
+
+
+def _bends_nowhere(problem: Problem, largest: int) -> bool:
+    """Whether it is a parabola on made records of whole numbers up to `largest`, or the program takes none of these."""
+    log_p, at = on_made(problem, largest)
+    try:
+        return quadratic(log_p, at, True, problem.dtype) is not None
+    except (RuntimeError, IndexError, ValueError):
+        return True
 
 
 class _Told(NamedTuple):

@@ -1035,6 +1035,52 @@ def scaled(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(x @ beta, log_sd.exp()), obs=y)
 
 
+def censored(x: Tensor, y: Tensor, kind: Tensor) -> None:
+    """A linear regression, of records of kind 1 of outcomes that are known to be longer."""
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("row", len(x)):
+        off = y - x @ beta
+        pyro.sample("y", dist.Normal(x.new_zeros(()), 1.0), obs=0 * y)
+        pyro.factor("known", torch.where(kind == 1, torch.erfc(off / 2**0.5).log(), -0.5 * off.square()))
+
+
+def of_two_kinds(x: Tensor, y: Tensor, kind: Tensor) -> None:
+    """A linear regression, and of records of kind 1 a logistic one."""
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("row", len(x)):
+        off = x @ beta
+        pyro.sample("y", dist.Normal(x.new_zeros(()), 1.0), obs=0 * y)
+        both = torch.stack([-0.5 * (y - off).square(), y * off - torch.nn.functional.softplus(off)], -1)
+        pyro.factor("known", both.gather(-1, kind.long().unsqueeze(-1)).squeeze(-1))
+
+
+def by_level(x: Tensor, y: Tensor, kind: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("row", len(x)):
+        pyro.sample("y", dist.Normal(beta[kind] * x[:, 0], 1.0), obs=y)
+
+
+def absolute(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("row", len(x)):
+        pyro.sample("y", dist.Laplace(x @ beta, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "straight"),
+    [
+        (censored, torch.int64, False), (censored, torch.float64, False), (of_two_kinds, torch.int64, False),
+        (by_level, torch.int64, True), (absolute, None, False),
+    ],
+)  # fmt: skip
+def test_records_of_other_kinds_than_the_made_ones_are_thought_of(model: Any, kind: Any, straight: bool) -> None:
+    """Uniform numbers and whole numbers of 0 meet no record of kind 1, on which a line was built."""
+    rows = {"x": torch.zeros(2, 2).double(), "y": torch.zeros(2).double()}
+    rows |= {"kind": torch.tensor([0, 1], dtype=kind)} if kind else {}
+    parties = build_parties(sf.FederatedModel(model, "row"), [rows], sf.SFVI(iterations=3), sf.Plain(), compile=False)
+    assert noise_aware.straight(parties.server.program.problem) == straight
+
+
 @pytest.mark.parametrize(
     ("model", "straight"),
     [(coverage.linear, True), (coverage.logistic, False), (sinuous, False), (scaled, False)],
