@@ -686,6 +686,11 @@ class Design:
     def _plain_of(self, at: int) -> list[str]:
         return [f.expr for f in self._term_of(at).factors if _kind(f) == "lookup"]
 
+    def measures(self, at: int) -> bool:
+        """Whether a number of the table stands in column `at`: its scale follows from the dictionary's range."""
+        numbers = any(self.dictionary[name].kind in MEASURED for name in self._plain_of(at))
+        return numbers or at in self._transformed()
+
     def _transformed(self) -> list[int]:
         """Columns in which a transform stands that is more than a coding of levels."""
         found = []

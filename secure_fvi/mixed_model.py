@@ -1450,7 +1450,12 @@ def _by_prior(of: Parts, found: Mapping[str, Tensor], weights: Tensor) -> list[s
             else:
                 given = (float(of.priors.mean[at]), float(of.priors.sd[at])) != (0.0, _NORMAL)
                 where = _where(of.fixed.centres_of(at))
-                cure = "follows from the dictionary's range: narrow that to what occurs, or give priors"
+                cure = (
+                    "follows from the dictionary's range: give the column the centre and scale of usual values there, "
+                    "or give priors"
+                    if of.fixed.measures(at)
+                    else "is the default: give priors where more is known"
+                )
             cure = "was given" if given else cure
             said.append(f"'{name}'{where} rests much on its prior, normal({mean:.3g}, {sd:.3g}), which {cure}")
     for t in of.terms:

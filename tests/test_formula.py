@@ -1082,6 +1082,11 @@ def test_the_foot_says_of_which_coefficient_a_prior_is() -> None:
         lines = _by_prior(of.of, found, even)
         assert len(lines) == said
         assert not said or any("'smoke', where age is at its centre, " in line for line in lines)
+        for line in lines:  # a column of levels alone has no range
+            ranged = line.startswith(("'age'", "'age:smoke'"))
+            assert ("give the column the centre and scale" in line, "more is known" in line) == (
+                ranged, line.startswith("'smoke'"),
+            ), line  # fmt: skip
         assert spread == 1 or float(found["smoke"].std()) > 0.5 * float(p.sd[at]) * of.of.response.scale
     given = model("pressure ~ age", "gaussian", priors={"age": (0.0, 0.1)})
     drawn = user_draws(given, {"b": given.fn.priors.sd * noise[:, :2]})  # type: ignore[attr-defined]
