@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -391,6 +393,23 @@ def _check_end(point: Point) -> None:
         raise InputError("the model gives other values when it is mapped over draws; use tensor operations throughout")
 
 
+#: What a program that is mapped must not do.
+_COURSE = "values must not decide on its course (.item(), `if`, boolean indexing), nor may it count on several records"
+_IN_PLACE = (
+    "it writes a record's numbers into a tensor that is made without them (p = torch.zeros(...); p[..., 0] = ...), as "
+    "pyro's OrderedLogistic does: put them together by torch.stack or torch.cat (of that one, dist.Categorical of "
+    "differences of sigmoids)"
+)
+
+
+def _place(error: Exception) -> str:
+    """Of an error the file and line of the program, or of what it uses, that PyTorch was called from."""
+    ours = ("torch", "secure_fvi.")
+    walked = traceback.walk_tb(error.__traceback__)
+    frames = [f for f, _ in walked if not f.f_globals.get("__name__", "").startswith(ours)]
+    return f" at {Path(frames[-1].f_code.co_filename).name}:{frames[-1].f_lineno}" if frames else ""
+
+
 def _check_mapped(point: Point, rows: Params, expected: Tensor, why: str) -> None:
     """Several draws of the records' latents go through the program together, or each record alone, by vmap."""
 
@@ -409,8 +428,8 @@ def _check_mapped(point: Point, rows: Params, expected: Tensor, why: str) -> Non
             found = torch.func.vmap(draw)(point.z_record.unsqueeze(0))[0]
     except Exception as error:
         raise InputError(
-            f"{why}, by torch.func.vmap, which this model does not allow ({type(error).__name__}): values must not "
-            "decide on its course (.item(), `if`, boolean indexing), nor may it count on several records"
+            f"{why}, by torch.func.vmap, which this model does not allow ({type(error).__name__}{_place(error)}): "
+            f"{_IN_PLACE if 'inplace' in str(error) else _COURSE}"
         ) from error
     if not same(found, expected):
         raise InputError(_NO_SUM.format(""))

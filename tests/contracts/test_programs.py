@@ -842,6 +842,16 @@ def branches_on_a_record(y: Tensor) -> None:
 
 
 @mistake(
+    "it writes a record's numbers into a tensor that is made without them",
+    run={"privacy": sf.RecordDP(noise_multiplier=1.0, noise="silo")},
+)
+def writes_a_record_into_a_tensor(y: Tensor) -> None:
+    cuts = _level() + y.new_tensor([0.0, 5.0])
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.OrderedLogistic(0 * y, cuts), obs=0 * y)
+
+
+@mistake(
     "importance samples go through the model together", run={"algorithm": sf.SFVI(iterations=1, importance_samples=2)}
 )
 def branches_on_a_latent(y: Tensor) -> None:
