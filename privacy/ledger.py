@@ -172,7 +172,7 @@ class Ledger(Book[Chain]):
         cls,
         path: str | os.PathLike[str],
         silo: str,
-        identity: Identity | None = None,
+        identity: Identity | Callable[[bytes], Identity] | None = None,
         *,
         create: bool = False,
         passphrase: str | None = None,
@@ -180,16 +180,19 @@ class Ledger(Book[Chain]):
     ) -> Ledger:
         """The chain of `silo` in the file `path`.
 
-        identity: the silo's signing key; by default the one in `key_files.key_path(path, silo)`, opened with
-        `passphrase` or SECURE_FVI_PASSPHRASE. create: make file, key and chain where they are missing. clock: seconds
+        identity: the silo's signing key, or a function to it from the public key that the chain began with (b"" for a
+        new one); by default the one in `key_files.key_path(path, silo)`, opened with `passphrase` or
+        SECURE_FVI_PASSPHRASE. create: make file, key and chain where they are missing. clock: seconds
         since 1970. Raises InputError for a missing chain, a chain of another key or a file that is no ledger, and
         ProtocolError for a chain that was tampered with.
         """
         check_name("silo", silo)
 
         def signer(begun: bytes) -> Identity:
+            if identity is not None:
+                return identity if isinstance(identity, Identity) else identity(begun)
             file = key_path(path, silo)
-            return identity or (load_key(file, passphrase) if begun else create_key(file, passphrase, unsealed=True))
+            return load_key(file, passphrase) if begun else create_key(file, passphrase, unsealed=True)
 
         missing = f"'{path}' holds no ledger of silo '{silo}'; `secure-fvi budget set` makes one"
         return cls(Writer.open(path, Chain(silo), signer, missing, create=create, clock=clock))

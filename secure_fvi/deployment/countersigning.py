@@ -9,7 +9,8 @@
 
 So a record that was restored from a backup, cut or begun anew is found before the job goes on: by its owner, who
 refuses to write into it, and by the one who saw more of it. A site keeps how far its own records were beside what it
-saw of others' (`seen.sqlite`), so that one of these files that is old is found whatever the server shows. These
+saw of others' (`seen.sqlite`), so that one of these files that is old is found whatever the server shows; and, while a
+private job runs, how many of its answers were charged, so that its log and the silo's state are not old together. These
 messages are not in the paper trail; receipts are.
 """
 
@@ -32,8 +33,7 @@ from secure_fvi.deployment.trail import TRAIL, Trail
 from secure_fvi.errors import ProtocolError
 from secure_fvi.files import read_bytes
 from secure_fvi.privacy.chain import ChainKind
-from secure_fvi.privacy.chain_file import ChainFile
-from secure_fvi.privacy.ledger import Ledger, read_chain
+from secure_fvi.privacy.ledger import Ledger
 from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.privacy.witness import (
     Witness,
@@ -285,13 +285,7 @@ def _pack(message: Seen | Countersigned) -> bytes:
 
 def open_ledger(home: Home, policy: SitePolicy | None = None) -> Ledger:
     """The site's ledger, made where there is none; with a policy, the budgets that it states are set first."""
-    path = home.ledger_file
-    key = b""
-    if path.exists():
-        file = ChainFile(path, LEDGER, read_only=True)
-        key = read_chain(file, home.id).public_key
-        file.close()
-    ledger = Ledger.open(path, home.id, _signer(home, key), create=True)
+    ledger = Ledger.open(home.ledger_file, home.id, lambda key: _signer(home, key), create=True)
     for rule in policy.data.values() if policy is not None else ():
         if rule.budget is not None:
             ledger.set_budget(rule.budget)
@@ -305,6 +299,23 @@ def hold_to_seen(home: Home, ledger: Ledger) -> None:
         own, key = Witness(home.id, home.identity(), store, LEDGER), ledger.chain.public_key
         ledger.check_holds(*own.seen(key))
         own.keep(key, ledger.chain.length, ledger.chain.head)
+
+
+def keep_charged(home: Home, job: str, answers: int) -> None:
+    """Keep how many answers of a job the ledger was charged for, beside what this site saw of others' records: rows of
+    its log are on the disk later, and nobody else has seen them before the job ends."""
+    with closing(SqliteStore(home.seen_file)) as store:
+        store.put({}, {_charged(job): answers})
+
+
+def kept_charged(home: Home, job: str) -> int:
+    """What `keep_charged` has kept of a job; 0 for nothing."""
+    with closing(SqliteStore(home.seen_file)) as store:
+        return max(store.risen(_charged(job)), 0)
+
+
+def _charged(job: str) -> str:
+    return f"charged/{job}"
 
 
 def open_trail(home: Home) -> Trail:

@@ -46,7 +46,7 @@ from secure_fvi.building import (
     work_of,
 )
 from secure_fvi.compiled import choose_threads
-from secure_fvi.deployment.countersigning import hold_to_seen, open_ledger
+from secure_fvi.deployment.countersigning import hold_to_seen, keep_charged, kept_charged, open_ledger
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.fence import KeptTrace, model_for
 from secure_fvi.deployment.going import Stand, Unfit
@@ -163,6 +163,10 @@ class SiteJob:
         self._given_up = False  # the session that is open is not to be gone on with
         #: What the ledger was charged with for the last answer, for the log, which knows then if that is an older copy.
         self.charged = ""
+        #: Answers that it was charged for, as the log has it or, where rows of that were lost, what was kept of it.
+        self._paid = decision.charged
+        if self._privacy is not None:
+            self._paid = max(self._paid, kept_charged(home, decision.offer.job))
         self._build(decision.local_config(home.id))
 
     def _build(self, config: Config) -> None:
@@ -285,10 +289,12 @@ class SiteJob:
         if self.party is None:
             raise SessionLost("no session is open here")
         self._check_charge(message)
-        silo, gate = self.party.silo, self.guards.gates[self.home.id]
-        paid, self.charged = gate.paid, ""
+        silo, self.charged = self.party.silo, ""
         answer = self.party.handle(message)
-        if gate.paid > paid:
+        # An answer that is asked for again is new as well where the process ended before the log had it.
+        if self.guards.jobs and (answers := sum(silo.past.answers)) > self._paid:
+            keep_charged(self.home, self.decision.offer.job, answers)
+            self._paid = answers
             self.charged = f"{list(self.program.order.phases)[silo.past.asked.place]} {silo.past.made}"
         return answer
 
@@ -480,12 +486,17 @@ class SiteJob:
                 f"the ledger of '{self.home.id}' is older than its state of this job, which knows of sum "
                 f"{party.newest}: the ledger was restored from a copy; put the newest one back"
             )
-        if sum(party.silo.past.answers) < self.decision.charged:
+        if sum(party.silo.past.answers) < self._paid:
             raise ProtocolError(
-                f"the state of this job at '{self.home.id}' is older than its log, which has {self.decision.charged} "
-                "answers that were charged: it was restored from a copy, or is gone; put the newest one back, or begin "
-                "another job"
+                f"the state of this job at '{self.home.id}' is older than {self._knows} answers that were charged: it "
+                "was restored from a copy, or is gone; put the newest one back, or begin another job"
             )
+
+    @property
+    def _knows(self) -> str:
+        """Which of this site's files has how many answers of the job."""
+        file = "its log" if self._paid == self.decision.charged else "what was seen of it (seen.sqlite)"
+        return f"{file}, which has {self._paid}"
 
     def _silo(self, secure_sum: SumSilo) -> Silo:
         policy, private = self.decision.policy, bool(self.program.terms)
@@ -560,10 +571,10 @@ class SiteJob:
             hold_to_seen(self.home, ledger)  # until the job ends nobody else sees this row
 
         guards = Guards({silo: self._gate(charge, noise)}, (opened,), {silo: ledger})
-        if guards.released(silo) < self.decision.charged:
+        if guards.released(silo) < self._paid:
             raise ProtocolError(
-                f"the ledger of '{silo}' is older than its log, which has {self.decision.charged} answers of this job "
-                "that were charged: it was restored from a copy; put the newest one back"
+                f"the ledger of '{silo}' is older than {self._knows} answers of this job that were charged: it was "
+                "restored from a copy; put the newest one back"
             )
         return guards
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,16 @@ from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import install, succeed
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
-from secure_fvi.deployment.trail import TRAIL, Exchange, JobEntry, Trail
+from secure_fvi.deployment.trail import BROADCAST, TRAIL, Exchange, JobEntry, Trail
 from secure_fvi.deployment.trail_verify import verify
-from secure_fvi.errors import ProtocolError
+from secure_fvi.errors import ProtocolError, RecordError
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import ChainKind
 from secure_fvi.privacy.ledger import Budget
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.privacy.witness import stated_key
+from secure_fvi.server import ServerState
 
 SITES = ("north", "south")
 
@@ -372,6 +373,16 @@ def test_a_key_that_was_lost_is_followed_by_the_one_that_all_have_signed(met: Wo
 # ---- A running job, which no meeting of records stands before ----
 
 
+def _no_answer_written(trail: Trail, job: str, seen: Sequence[Exchange]) -> None:
+    """`Trail.exchanges` of a disk that is full once a question was answered."""
+    if any(e.step == BROADCAST for e in seen):
+        raise RecordError("no room")
+    _exchanges(trail, job, seen)
+
+
+_exchanges = Trail.exchanges
+
+
 def _copied(world: World, into: Path) -> None:
     for name in SILOS:
         shutil.copytree(world.homes[name].path, into / name)
@@ -421,6 +432,7 @@ def test_a_running_jobs_budget_is_not_spent_twice(
     if not rule:
         monkeypatch.setattr(site_of, "check_seen", lambda *_: None)
         monkeypatch.setattr(site_job, "hold_to_seen", lambda *_: None)
+        monkeypatch.setattr(site_job, "kept_charged", lambda *_: 0)
         monkeypatch.setattr(site_of, "Exchange", lambda *what: Exchange(*what[:4]))
     dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "data_set": "data"}
     made = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"}, privacy=dp)
@@ -442,43 +454,113 @@ def test_a_running_jobs_budget_is_not_spent_twice(
         _asked_again(found, made, sites)
 
 
+class _Asked:
+    """A private job of three rounds that a lying server asks. `east` is the site whose files are put back."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "data_set": "data"}
+        made = Job(world, folder, algorithm={"name": "sfvi", "iterations": 3, "family": "diagonal"}, privacy=dp)
+        self.found, self.home = opened_job(made, None), world.homes["east"]
+        self.state = self.home.state_folder / "jobs" / self.found.job
+
+    def sent(self) -> list[npt.NDArray[np.float64]]:
+        carry(self.found.server.round(), self.found.exchange)
+        answers = [self.found.silo(name).answer for name in SILOS]
+        return [answer.values for answer in answers if answer is not None]
+
+    def put_back(self, copy: Path, *names: str) -> None:
+        """The job's state, and files of the site's folder, while its process is not there."""
+        self.found.sites["east"].close()
+        shutil.rmtree(self.state)
+        shutil.copytree(copy / self.state.relative_to(self.home.path), self.state)
+        if names:
+            restore(self.home, copy, *names)
+        self.found.sites["east"] = Site(self.home, Local())
+
+    def again(self, before: ServerState) -> list[npt.NDArray[np.float64]]:
+        """The question that the server asked when it was at `before`, under another index."""
+        self.found.server.state = before._replace(last_index=self.found.server.state.last_index)
+        return self.sent()
+
+    def close(self) -> None:
+        for site in self.found.sites.values():
+            site.close()
+
+
 def test_a_silo_whose_state_is_put_back_answers_no_question_anew(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ledger and log are the newest, and a lying server that has a total asks its question again: the others send what
     they sent, noise included, so that from total to total one share alone is another, whatever the silo's ledger was
     charged. Asked twice it is refused twice. The control, a site that does not look, is asked first."""
-    dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "data_set": "data"}
-    made = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 3, "family": "diagonal"}, privacy=dp)
-    found = opened_job(made, None)
-    folder = world.homes["east"].state_folder / "jobs" / found.job
-
-    def put_back(copy: Path) -> None:
-        found.sites["east"].close()
-        shutil.rmtree(folder)
-        shutil.copytree(copy, folder)
-        found.sites["east"] = Site(world.homes["east"], Local())
-
-    def sent() -> list[npt.NDArray[np.float64]]:
-        carry(found.server.round(), found.exchange)
-        answers = [found.silo(name).answer for name in SILOS]
-        return [answer.values for answer in answers if answer is not None]
-
-    sent()
-    before = found.server.state
-    shutil.copytree(folder, tmp_path / "copy")
-    first = sent()
+    asked = _Asked(world, tmp_path)
+    asked.sent()
+    before = asked.found.server.state
+    shutil.copytree(asked.home.path, tmp_path / "copy")
+    first = asked.sent()
     check = SiteJob._check_newest
     monkeypatch.setattr(SiteJob, "_check_newest", lambda *_: None)
-    put_back(tmp_path / "copy")
-    found.server.state = before._replace(last_index=found.server.state.last_index)
-    again = sent()
+    asked.put_back(tmp_path / "copy")
+    again = asked.again(before)
     assert [np.array_equal(a, b) for a, b in zip(first, again, strict=True)] == [False, True, True]
     monkeypatch.setattr(SiteJob, "_check_newest", check)
-    put_back(tmp_path / "copy")
-    found.server.state = before._replace(last_index=found.server.state.last_index)
+    asked.put_back(tmp_path / "copy")
     for _ in range(2):
-        with pytest.raises(ProtocolError, match="the state of this job at 'east' is older than its log, which has 3"):
-            carry(found.server.round(), found.exchange)
-    for site in found.sites.values():
-        site.close()
+        with pytest.raises(ProtocolError, match="the state of this job at 'east' is older than its log, which has 2"):
+            asked.again(before)
+    asked.close()
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+@pytest.mark.parametrize("lost", ["put back", "not written"])
+def test_so_it_is_where_the_log_lacks_that_answer_too(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, rule: bool
+) -> None:
+    """The log was put back with the state, or its row was not written before the process ended, so that what was asked
+    again left without a word of the charge. The control is a site that does not keep how many answers were charged."""
+    if not rule:
+        monkeypatch.setattr(site_job, "kept_charged", lambda *_: 0)
+    asked = _Asked(world, tmp_path)
+    asked.sent()
+    before = asked.found.server.state
+    asked.found.sites["east"].close()
+    shutil.copytree(asked.home.path, tmp_path / "copy")
+    asked.found.sites["east"] = Site(asked.home, Local())
+    if lost == "not written":
+        with monkeypatch.context() as full:
+            full.setattr(Trail, "exchanges", _no_answer_written)
+            with pytest.raises(RecordError):
+                asked.sent()
+        if not rule:
+            monkeypatch.setattr(site_of, "Exchange", lambda *what: Exchange(*what[:4]))
+        asked.found.sites["east"].close()
+        asked.found.sites["east"] = Site(asked.home, Local())
+        first = asked.again(before)
+    else:
+        first = asked.sent()
+    asked.put_back(tmp_path / "copy", *(["audit-log.sqlite"] if lost == "put back" else []))
+    if rule:
+        with pytest.raises(ProtocolError, match=r"older than what was seen of it \(seen.sqlite\), which has 2"):
+            asked.again(before)
+    else:
+        same = [np.array_equal(a, b) for a, b in zip(first, asked.again(before), strict=True)]
+        assert same == [False, True, True]
+    asked.close()
+
+
+def test_a_ledger_that_a_kill_left_without_a_row_is_begun_anew(world: World) -> None:
+    """SQLite makes the file before anything is in it. One that had rows is missed all the same."""
+    home = world.homes["north"]
+    home.ledger_file.touch()
+    with closing(open_trail(home)) as trail:
+        check_seen(home, trail)
+    spend(home, 1.0)
+    meet(world)
+    for path in home.path.glob("ledger.sqlite*"):
+        path.unlink()
+    home.ledger_file.touch()
+    with (
+        closing(open_trail(home)) as trail,
+        pytest.raises(ProtocolError, match="the ledger of silo 'north' was rolled back"),
+    ):
+        check_seen(home, trail)
