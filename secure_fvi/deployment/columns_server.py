@@ -180,6 +180,7 @@ class ServerColumns:
         def charge(phase: str, index: int) -> None:
             if not opened.paid_for(phase, noise.digest):  # in a new session silos mask anew what they had released
                 opened.charge(phase, index, noise.digest)
+                hold_to_seen(home, ledger)  # until the job ends nobody else sees this row
 
         gate = Gate(RESPONSE_HOLDER, tables, terms, charge, noise)
         self._guarded = _Guarded(gate, noise)
