@@ -591,9 +591,19 @@ class SiteJob:
         path, job = self.folder / "secret", self.decision.offer.job
         sealer = Sealer(self.home.state_secret(), b"sampling-secret")
         if not path.exists():
+            self._check_no_session()
             secret = os.urandom(32) if wanted is None else wanted
             write_atomically(path, sealer.seal(job, secret), private=True)
         return sealer.open(job, path.read_bytes())
+
+    def _check_no_session(self) -> None:
+        """Raises ProtocolError where a session was opened and the secret is gone. Under another one records would fall
+        into other parts than those whose states the silo keeps, so that one record moved two of them."""
+        if (self.folder / "session").exists() and not (self.folder / "ended").exists():
+            raise ProtocolError(
+                f"the secret of this job at '{self.home.id}', from which its samples and the parts of its records "
+                "follow, is gone; put it back, or begin another job"
+            )
 
     def _kept_session(self) -> tuple[bytes, bytes]:
         """The session that was open, and the hash of its encryption key, if any."""

@@ -18,6 +18,7 @@ from fuzzing import Opened, opened_job, reopened
 from secure_fvi.aggregation.base import carry
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import SqliteStore
+from secure_fvi.algorithms.pvi import part_views
 from secure_fvi.deployment import countersigning, keeping, site_job
 from secure_fvi.deployment import site as site_of
 from secure_fvi.deployment.countersigning import (
@@ -545,6 +546,33 @@ def test_so_it_is_where_the_log_lacks_that_answer_too(
     else:
         same = [np.array_equal(a, b) for a, b in zip(first, asked.again(before), strict=True)]
         assert same == [False, True, True]
+    asked.close()
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_a_silo_whose_secret_is_gone_goes_on_under_no_other(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool
+) -> None:
+    """Of partitioned VI each virtual client's change is clipped for itself, which bounds a record that is one's for
+    good. The control draws another secret, by which the records would be dealt anew."""
+    asked = _Asked(world, tmp_path)
+    if not rule:
+        monkeypatch.setattr(SiteJob, "_check_no_session", lambda *_: None)
+
+    def parts() -> list[int]:
+        return [part.size for part in part_views(asked.found.silo("east").view, 4)]
+
+    asked.sent()
+    before = parts()
+    asked.found.sites["east"].close()
+    (asked.state / "secret").unlink()
+    asked.found.sites["east"] = Site(asked.home, Local())
+    if rule:
+        with pytest.raises(ProtocolError, match=r"the secret of this job at 'east', .* is gone"):
+            asked.sent()
+    else:
+        asked.sent()
+        assert parts() != before
     asked.close()
 
 
