@@ -264,8 +264,8 @@ class SiteJob:
             old.close()
         if self._store is not None:
             self._store.close()
-        write_atomically(self.folder / "session", CODEC.pack(message))
         self._begin(session, store, message.holder)
+        write_atomically(self.folder / "session", CODEC.pack(message))  # of one that was refused nothing is kept
         for path in self.folder.glob("*.sqlite*"):  # secrets of sessions that are over
             if not path.name.startswith(session.hex()):
                 path.unlink()

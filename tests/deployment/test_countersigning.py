@@ -460,8 +460,8 @@ class _Asked:
 
     def __init__(self, world: World, folder: Path) -> None:
         dp = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "data_set": "data"}
-        made = Job(world, folder, algorithm={"name": "sfvi", "iterations": 3, "family": "diagonal"}, privacy=dp)
-        self.found, self.home = opened_job(made, None), world.homes["east"]
+        self.made = Job(world, folder, algorithm={"name": "sfvi", "iterations": 3, "family": "diagonal"}, privacy=dp)
+        self.found, self.home = opened_job(self.made, None), world.homes["east"]
         self.state = self.home.state_folder / "jobs" / self.found.job
 
     def sent(self) -> list[npt.NDArray[np.float64]]:
@@ -546,6 +546,25 @@ def test_so_it_is_where_the_log_lacks_that_answer_too(
     else:
         same = [np.array_equal(a, b) for a, b in zip(first, asked.again(before), strict=True)]
         assert same == [False, True, True]
+    asked.close()
+
+
+def test_a_silo_whose_state_was_lost_goes_on_once_it_is_put_back(world: World, tmp_path: Path) -> None:
+    """A server that opens another session meanwhile takes its place in no file."""
+    asked = _Asked(world, tmp_path)
+    before = asked.found.server.state
+    first = asked.sent()
+    asked.found.sites["east"].close()
+    for path in asked.state.glob("*.sqlite"):
+        shutil.move(path, tmp_path / path.name)
+    asked.found.sites["east"] = Site(asked.home, Local())
+    with pytest.raises(ProtocolError, match="it was restored from a copy, or is gone; put the newest one back"):
+        reopened(asked.found, asked.made)
+    asked.found.sites["east"].close()
+    for path in tmp_path.glob("*.sqlite"):
+        shutil.move(path, asked.state)
+    asked.found.sites["east"] = Site(asked.home, Local())
+    assert all(np.array_equal(a, b) for a, b in zip(first, asked.again(before), strict=True))
     asked.close()
 
 
