@@ -439,6 +439,10 @@ class SFVIProgram(StructuredProgram):
                 jacrev(jacrev(log_p))(at)
             except RuntimeError:  # NotImplementedError is one
                 why = NOT_TWICE
+            else:  # where slopes jump, as of abs(), that is slow, and curvature says nothing of the jumps
+                twice = untested_operations(lambda: jacrev(jacrev(log_p))(at))
+                if auto and twice and not untested_operations(lambda: jacrev(log_p)(at)):
+                    return 0.0
         if norm == "auto":
             norm = _CURVED * length**2 * (1 - self._of_lengths) * (1 - config.curvature_share)
         room = all(1 / _LARGEST_NORM <= one <= _LARGEST_NORM for one in (norm, length))

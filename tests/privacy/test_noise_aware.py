@@ -1081,6 +1081,19 @@ def test_records_of_other_kinds_than_the_made_ones_are_thought_of(model: Any, ki
     assert noise_aware.straight(parties.server.program.problem) == straight
 
 
+@pytest.mark.parametrize(("model", "released"), [(absolute, False), (two_slopes, True)])
+def test_curvature_that_records_could_say_one_by_one_alone_is_not_released_by_default(
+    model: Any, released: bool
+) -> None:
+    """The second derivative of abs() is none where slopes jump, and keeps records from being evaluated together."""
+    rows = {"x": torch.zeros(2, 2).double(), "y": torch.zeros(2).double()}
+    privacy = sf.RecordDP(noise_multiplier=10.0, clipping_norm=3.0, noise="silo", retries=0)
+    parties = build_parties(
+        sf.FederatedModel(model, "row"), [rows], sf.SFVI(iterations=3), sf.Plain(), privacy=privacy, compile=False
+    )
+    assert (parties.server.program.curved is not None) == released
+
+
 @pytest.mark.parametrize(
     ("model", "straight"),
     [(coverage.linear, True), (coverage.logistic, False), (sinuous, False), (scaled, False)],
