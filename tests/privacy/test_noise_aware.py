@@ -28,7 +28,9 @@ from secure_fvi.algorithms.base import Clipped
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
 from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.sfvi import SFVIProgram
+from secure_fvi.deployment.fenced import export
 from secure_fvi.errors import InputError
+from secure_fvi.exported import GraphDensity, read_program
 from secure_fvi.fitting import build_parties
 from secure_fvi.models import six_cities
 from secure_fvi.objective import EDGES, Curved
@@ -1091,7 +1093,16 @@ def test_curvature_that_records_could_say_one_by_one_alone_is_not_released_by_de
     parties = build_parties(
         sf.FederatedModel(model, "row"), [rows], sf.SFVI(iterations=3), sf.Plain(), privacy=privacy, compile=False
     )
-    assert (parties.server.program.curved is not None) == released
+    program = parties.server.program
+    assert isinstance(program, SFVIProgram)
+    assert (program.curved is not None) == released
+    # A site that traces the program in a sandbox, and goes by the graph, decides as the server does.
+    here = program.problem
+    graph = GraphDensity(
+        read_program(export(here.model, here.schema, here.dtype), here.schema), here.model, here.schema
+    )
+    there = SFVIProgram(program.config, here._replace(density=graph))
+    assert (there.curved is not None) == released
 
 
 @pytest.mark.parametrize(
