@@ -184,10 +184,15 @@ class Doors:
 
     def silo(self, job: Mapping[str, Any], folder: Path) -> None:
         config = _config(job)
-        home = types.SimpleNamespace(id="north", path=folder, state_folder=folder, state_secret=lambda: bytes(32))
+        home = types.SimpleNamespace(
+            id="north", path=folder, state_folder=folder, seen_file=folder / "seen.sqlite",
+            state_secret=lambda: bytes(32),
+        )  # fmt: skip
         policy = types.SimpleNamespace(privacy=self.floor, sandbox="off", files=())
         offer = types.SimpleNamespace(job="a", silos=SILOS, config=config, data_set="data", model=b"", package=b"")
-        decision = types.SimpleNamespace(offer=offer, policy=policy, local_config=lambda _: config, data=None)
+        decision = types.SimpleNamespace(
+            offer=offer, policy=policy, local_config=lambda _: config, data=None, charged=0
+        )  # fmt: skip
         site_job.SiteJob(home, decision, site_job.Local(), lambda *_: None)  # type: ignore[arg-type]
 
     def carried(self, job: Mapping[str, Any], **engine: str) -> serving.RemoteFederation:
