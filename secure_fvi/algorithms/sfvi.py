@@ -440,8 +440,8 @@ class SFVIProgram(StructuredProgram):
             except RuntimeError:  # NotImplementedError is one
                 why = NOT_TWICE
             else:  # where slopes jump, as of abs(), that is slow, and curvature says nothing of the jumps
-                twice = untested_operations(lambda: jacrev(jacrev(log_p))(at))
-                if auto and twice and not untested_operations(lambda: jacrev(log_p)(at)):
+                once, twice = jacrev(log_p), jacrev(jacrev(log_p))
+                if auto and untested_operations(lambda: twice(at)) and not untested_operations(lambda: once(at)):
                     return 0.0
         if norm == "auto":
             norm = _CURVED * length**2 * (1 - self._of_lengths) * (1 - config.curvature_share)

@@ -450,12 +450,13 @@ def _kept(d: Disclosure, phase: Phase) -> list[str]:
 
     if d.privacy is None:
         return []
-    released = {"objective": "objective", "records": "exact_counts"}
-    said = {"objective": "the bound or a part of it", "records": "a number of records"}
-    sent = {b.name for b in phase.blocks or ()}
+    blocks = {  # and by which of `DISCLOSURES` a job releases them
+        "objective": ("objective", "the bound or a part of it"), "records": ("exact_counts", "a number of records"),
+    }  # fmt: skip
+    sent = {*d.kinds, *(b.name for b in phase.blocks or ())}
     return [
-        said[block] for block, where in released.items()
-        if where not in d.kinds and block not in sent and any(word in phase.what for word in WORDS[block])
+        said for block, (kind, said) in blocks.items()
+        if not sent & {kind, block} and any(word in phase.what for word in WORDS[block])
     ]  # fmt: skip
 
 

@@ -290,6 +290,11 @@ def noise_of(fits: int, n: int, rng: torch.Generator) -> Tensor:
     return (drawn + drawn.mT) / math.sqrt(2) * (1 + (math.sqrt(0.5) - 1) * torch.eye(n))
 
 
+def whole_norm(clip: float, share: float) -> float:
+    """The clipping norm that cuts gradients to `clip`; of its square the curvature has that share, lengths theirs."""
+    return clip / math.sqrt((1 - share) * (1 - SFVI().lengths_share))
+
+
 def sfvi_row(
     kind: Kind, records: int, epsilon: float, fits: int, seed: int, pace: tuple[int, float] = (ROUNDS, RATE),
     declares: bool = False, curvature_norm: float | Literal["auto"] = 0, norm: float | None = None,
@@ -300,7 +305,7 @@ def sfvi_row(
     (rounds, rate), clip = pace, CLIPPING[kind] if norm is None else norm
     rng = torch.Generator().manual_seed(seed)
     share = SFVI().curvature_share if curvature_norm else 0.0
-    whole = clip / math.sqrt((1 - share) * (1 - SFVI().lengths_share))  # so that gradients are cut alike
+    whole = whole_norm(clip, share)
     privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=whole, noise="silo", retries=0)
     program = program_of(kind, privacy, rounds, rate, curvature_norm)
     variance = program.terms["round"].variance(1, whole)
@@ -347,14 +352,29 @@ def traced(
 def _answers(
     program: SFVIProgram, found: Fits, first: int, variance: float, floor: float | None
 ) -> tuple[list[NoiseAware | str], list[NoiseAware | str]]:
-    """Of the rounds from `first` on: without `least_information`, and where it is `floor`."""
-    n, answers, narrowed, curved, lengths = found.mean.shape[1], [], [], program.curved, program.lengths
-    assert lengths is not None
+    """`answers_of` the cells here."""
+    one = torch.eye(found.mean.shape[1], dtype=torch.float64)
     line = bool(noise_aware.straight(program.problem))
-    prior = Natural(torch.zeros(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64))
+    return answers_of(program, found, first, variance, floor, Natural(0 * one[0], one), line)
+
+
+def answers_of(
+    program: SFVIProgram, found: Any, first: int, variance: float, floor: float | None, prior: Natural, line: bool
+) -> tuple[list[NoiseAware | str], list[NoiseAware | str]]:
+    """Of the rounds from `first` on of `found`, Fits of any model: without `least_information`, and where it is
+    `floor`, if any."""
+    answers, narrowed, curved, lengths = (
+        list[NoiseAware | str](),
+        list[NoiseAware | str](),
+        program.curved,
+        program.lengths,
+    )
+    privacy = program.problem.privacy
+    assert isinstance(privacy, RecordDP)
+    norm = privacy.clipping_norm if lengths is None else lengths.gradient
     for z, g, h, told in zip(found.z[:, first:], found.g[:, first:], found.h, found.clipped, strict=True):
         seen = traced(z, g, variance) if curved is None else traced(z, g, variance, h, curved.unit)
-        said = *seen, prior, lengths.gradient, line, False
+        said = *seen, prior, norm, line, False
         answers.append(noise_aware.of_gradients(*said, clipped=told))
         if floor is not None:
             narrowed.append(noise_aware.of_gradients(*said, floor, told))
@@ -397,7 +417,7 @@ def _adult_row(
     incomes = (torch.rand(fits, len(x), generator=rng, dtype=x.dtype) < (beta @ x.mT).sigmoid()).double()
     drawn_again = Data(beta, x, incomes)
     share = SFVI().curvature_share if curvature_norm else 0.0
-    whole = clip / math.sqrt((1 - share) * (1 - SFVI().lengths_share))
+    whole = whole_norm(clip, share)
     privacy = RecordDP(epsilon=ADULT_EPSILON, delta=ADULT_DELTA, clipping_norm=whole, noise="silo", retries=0)
     program = _program(tabular.MODEL, x.shape[1], privacy, ADULT_ROUNDS, ADULT_RATE, curvature_norm)
     variance = program.terms["round"].variance(1, whole)

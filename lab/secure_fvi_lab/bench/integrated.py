@@ -3,7 +3,7 @@
 Truths around the estimates for the 537 children, children drawn from the model. Cells of `integrated`: the intercept is
 integrated out in the program, by quadrature, so that all latents are global and the posterior counts the noise. All
 children of a kind (smoke and four answers) have one gradient, which is clipped; SFVI's own step is run, mapped over the
-fits of a cell (`test_the_bench_of_six_cities_has_the_programs_gradients` holds gradients to the program's). `width`:
+fits of a cell (`test_the_bench_of_six_cities_has_the_programs_gradients_and_what_they_say_of_curvature`). `width`:
 the mean sd over that of the posterior without privacy (Laplace's, of the same likelihood). `declared`: the same fits
 with `least_information`. `curvature`: as a run is by default, children say their curvature and how long their gradients
 are, by a clipping norm that is so much longer that as many are cut.
@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.func import hessian, vmap
 
 from secure_fvi.aggregation import Plain
-from secure_fvi.algorithms import noise_aware
 from secure_fvi.algorithms.base import Clipped, NoiseAware
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.sfvi import SFVI, Sent, SFVIProgram
@@ -43,12 +42,13 @@ from secure_fvi_lab.bench.coverage import (
     MADE,
     MADE_SEED,
     SURELY,
+    answers_of,
     interval,
     moving,
     noise_of,
     of_each,
     places,
-    traced,
+    whole_norm,
     why,
 )
 from secure_fvi_lab.machine import machine
@@ -149,8 +149,7 @@ def posterior(count: Tensor) -> tuple[Tensor, Tensor]:
 def program_of(model: FederatedModel, epsilon: float, samples: int = 1, curvature: bool = False) -> SFVIProgram:
     """curvature: SFVI's defaults, with gradients cut to CLIP."""
     default = SFVI()
-    left = (1 - default.curvature_share) * (1 - default.lengths_share) if curvature else 1.0
-    whole = CLIP / math.sqrt(left)
+    whole = whole_norm(CLIP, default.curvature_share) if curvature else CLIP
     privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=whole, noise="silo", retries=0)
     algorithm = SFVI(
         family="full", iterations=ROUNDS, average_last=LAST, learning_rate=RATE, importance_samples=samples,
@@ -305,18 +304,13 @@ def measured(
     kept = latents == "kept"
     model = six_cities.PROGRAM.model if kept else FederatedModel(integrated, record_plate="child")
     program = program_of(model, epsilon, KEPT_SAMPLES if kept else 1, latents == "curvature")
-    privacy, curved = program.problem.privacy, program.curved
+    privacy = program.problem.privacy
     assert isinstance(privacy, RecordDP)
     variance = program.terms["round"].variance(1, privacy.clipping_norm)
     data = drawn(children, fits, rng)
     found = simulated(program, data, variance, rng)
-    first, floor = math.ceil(ROUNDS * (1 - LAST)), declared(children) if declares else 0.0
-    answers, narrowed = list[NoiseAware | str](), list[NoiseAware | str]()
-    for z, g, h, told in zip(found.z[:, first:], found.g[:, first:], found.h, found.clipped, strict=True):
-        seen = traced(z, g, variance) if curved is None else traced(z, g, variance, h, curved.unit)
-        answers.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP, clipped=told))
-        if declares:
-            narrowed.append(noise_aware.of_gradients(*seen, _PRIOR, CLIP, floor=floor, clipped=told))
+    first, floor = math.ceil(ROUNDS * (1 - LAST)), declared(children) if declares else None
+    answers, narrowed = answers_of(program, found, first, variance, floor, _PRIOR, False)
     _, precision = posterior(data.kinds)
     own = torch.linalg.inv(precision).diagonal(dim1=1, dim2=2).sqrt()
     row: dict[str, Any] = {
