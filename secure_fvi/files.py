@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, ProtocolError, RecordError
 
 
 def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
@@ -48,6 +49,17 @@ def read_bytes(path: Path, what: str, most: int = 1 << 20, makes: str = "") -> b
     if len(content) > most:
         raise InputError(f"{what} '{path}' has more than {most} bytes")
     return content
+
+
+@contextlib.contextmanager
+def own_file(path: Path, remedy: str) -> Iterator[None]:
+    """What is wrong with a file of this party's own is no fault of a message, nor of its data: where it is not what the
+    party wrote, as one that is empty, raises RecordError, which names the file and what to do."""
+    try:
+        yield
+    except (InputError, ProtocolError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = str(error) if isinstance(error, InputError) else "it is empty or damaged"
+        raise RecordError(f"'{path}' is not what was written there: {why}; {remedy}") from error
 
 
 def make_private(folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from secure_fvi.deployment.names import format_time, now, printable
-from secure_fvi.files import write_atomically
+from secure_fvi.files import own_file, write_atomically
 
 _FILE, _SECONDS = "going.json", 1.0
 
@@ -103,6 +103,7 @@ class Teller:
 
 _log = logging.getLogger(__name__)
 _UNFIT, _LONGEST = "unfit", 2000
+_PUT_BACK = "put its newest copy back; without one, remove it once that job is over, which is then counted no more"
 #: What comes of it.
 _UNUSED = "none of them is used in this job, which is charged like any other, and what leaves is noise"
 _LEFT_OUT = "the job goes on without the records that cannot be read, and with the others as they are"
@@ -118,10 +119,11 @@ class Unfit:
     spoils the job's totals; hid: it hid what was too large to tell; data_set: on which."""
 
     def __init__(self, folder: Path, silo: str, data_set: str = "") -> None:
-        """As it stands in the job's `folder`, if it does."""
+        """As it stands in the job's `folder`, if it does. Raises RecordError for a file that cannot be read."""
         self._path, self._silo = folder / _UNFIT, silo
-        found = json.loads(self._path.read_text()) if self._path.exists() else {}
-        self.whole, self._lines = bool(found.get("whole")), list[str](found.get("lines", ()))
+        with own_file(self._path, _PUT_BACK):
+            found = json.loads(self._path.read_text()) if self._path.exists() else {}
+            self.whole, self._lines = bool(found.get("whole")), list[str](found.get("lines", ()))
         self.spoilt, self.data_set = bool(found.get("spoilt")), str(found.get("data_set", data_set))
         self.hid = bool(found.get("hid"))
 

@@ -32,7 +32,7 @@ from secure_fvi.errors import (
     ProtocolError,
     SessionLost,
 )
-from secure_fvi.files import make_private, write_atomically
+from secure_fvi.files import make_private, own_file, write_atomically
 from secure_fvi.messages import SUM
 from secure_fvi.runs.config import chosen, title
 from secure_fvi.wire import MAX_MESSAGE_BYTES
@@ -42,8 +42,6 @@ _KEY, _LOGGED = "holder/key", "holder/logged"
 
 class HolderJob:
     """A job for which this site keeps the key. To `Site` it is what `SiteJob` is at a silo."""
-
-    charged = ""  # no ledger of its own
 
     def __init__(self, home: Home, decision: Decision, logged: Callable[[], int]) -> None:
         """logged: how many messages of the job this site's log has. Raises InputError for a job that needs no key."""
@@ -124,6 +122,10 @@ class HolderJob:
             self._forget()
             raise SessionLost(str(error)) from None
 
+    def charged(self, logged: int) -> str:
+        """Nothing: a key holder has no ledger."""
+        return ""
+
     def end(self, accepted: int, posterior: bytes) -> Path | None:
         """Nothing is kept of a job's result."""
         return None
@@ -149,7 +151,8 @@ class HolderJob:
         path = self.folder / "session"
         if not path.exists():
             return
-        message = talk.CODEC.unpack(path.read_bytes(), talk.Open)
+        with own_file(path, "put its newest copy back, or begin another job"):
+            message = talk.CODEC.unpack(path.read_bytes(), talk.Open)
         session = talk.session_of(
             self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
         )

@@ -32,6 +32,7 @@ from secure_fvi.errors import (
     InputError,
     PolicyError,
     ProtocolError,
+    RecordError,
     SecureFVIError,
     SessionLost,
     told,
@@ -118,7 +119,7 @@ class Site:
             raise
         known = self._trail.chain.jobs.get(job)
         if known is not None and known.accepted:
-            charged = self._job.charged if self._job is not None and kind == ROUND else ""
+            charged = self._job.charged(known.releases) if self._job is not None and kind == ROUND else ""
             self._trail.exchanges(job, [Exchange(self._server, talk.STEPS[kind], message, answer, charged)])
         return answer
 
@@ -180,7 +181,10 @@ class Site:
         """Decide on a job and build its party. Raises what `decide` and `SiteJob` raise."""
         self._let_go()
         self._under = self._rules()
-        check_seen(self.home, self._trail)
+        try:
+            check_seen(self.home, self._trail)
+        except InputError as error:  # of a ledger that cannot be read, which is no fault of the data
+            raise RecordError(str(error)) from error
         decision = decide(self.home, offer, self._trail, now(), met=self._met)
         self._met = False
         if decision.offer.job != job:

@@ -69,9 +69,9 @@ from secure_fvi.deployment.session_messages import (
 )
 from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
-from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
+from secure_fvi.errors import DataError, InputError, ProtocolError, RecordError, SessionLost
 from secure_fvi.federated_model import Records, Schema, check_repeats, cohort_digest, read_data
-from secure_fvi.files import make_private, sync_folder, write_atomically
+from secure_fvi.files import make_private, own_file, sync_folder, write_atomically
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate, NoiseSource
 from secure_fvi.privacy.settings import RecordDP, exact_totals
@@ -88,6 +88,7 @@ _log = logging.getLogger(__name__)
 #: The survivors that were signed for each question, over all sessions.
 _QUESTIONS, _COHORTS = "questions.signed", "cohorts.json"
 _TRACE = "trace"
+_PUT_BACK = "put its newest copy back, or begin another job"
 #: Sessions of a job that a site opens: each is another order of the ring, which a server sees before anything is sent.
 MOST_SESSIONS = 64
 #: Answers of a silo that a server may leave unused, and one more for every ten that it used; honest ones lose few.
@@ -161,8 +162,6 @@ class SiteJob:
         self._questions: HeldStore | None = None
         self.session = b""
         self._given_up = False  # the session that is open is not to be gone on with
-        #: What the ledger was charged with for the last answer, for the log, which knows then if that is an older copy.
-        self.charged = ""
         #: Answers that it was charged for, as the log has it or, where rows of that were lost, what was kept of it.
         self._paid = decision.charged
         if self._privacy is not None:
@@ -252,7 +251,8 @@ class SiteJob:
         if not self._fresh.take(found.get(self.home.id, b"")):
             raise SessionLost("the session does not rest on this silo's fresh bytes")
         counted = self.folder / "sessions"
-        opened = int(counted.read_text()) if counted.exists() else 0
+        with own_file(counted, _PUT_BACK):
+            opened = int(counted.read_text()) if counted.exists() else 0
         if opened >= MOST_SESSIONS:
             raise ProtocolError(f"{MOST_SESSIONS} sessions of this job were opened here, as many as may be")
         write_atomically(counted, str(opened + 1).encode())
@@ -260,7 +260,7 @@ class SiteJob:
         if self.party is not None:
             self.party.carry_over(store)
         elif (old := self._kept_store()) is not None:  # of before a restart of the machine
-            DurableSilo(self._silo(PlainSilo(self.home.id)), old).carry_over(store)
+            self._held(self._silo(PlainSilo(self.home.id)), self._kept_session()[0], old).carry_over(store)
             old.close()
         if self._store is not None:
             self._store.close()
@@ -289,14 +289,20 @@ class SiteJob:
         if self.party is None:
             raise SessionLost("no session is open here")
         self._check_charge(message)
-        silo, self.charged = self.party.silo, ""
         answer = self.party.handle(message)
-        # An answer that is asked for again is new as well where the process ended before the log had it.
-        if self.guards.jobs and (answers := sum(silo.past.answers)) > self._paid:
+        if self.guards.jobs and (answers := sum(self.party.silo.past.answers)) > self._paid:
             keep_charged(self.home, self.decision.offer.job, answers)
             self._paid = answers
-            self.charged = f"{list(self.program.order.phases)[silo.past.asked.place]} {silo.past.made}"
         return answer
+
+    def charged(self, logged: int) -> str:
+        """What the ledger was charged with for the last answer, for the log, which has `logged` such answers and knows
+        by them if it, or the state, is an older copy; empty where it has this one. One that is asked for again it has
+        not where the process ended before its row was written."""
+        past = self.party.silo.past if self.party is not None else None
+        if past is None or not self.guards.jobs or sum(past.answers) <= logged:
+            return ""
+        return f"{list(self.program.order.phases)[past.asked.place]} {past.made}"
 
     def end(self, accepted: int, posterior: bytes) -> Path:
         """Keep the silo's own posterior; where it lies."""
@@ -468,12 +474,17 @@ class SiteJob:
         then."""
         self.party = self._store = None
         try:
-            party = DurableSilo(self._silo(self._sum(session, store, holder)), store)
+            party = self._held(self._silo(self._sum(session, store, holder)), session, store)
             self._check_newest(party)
         except BaseException:
             store.close()
             raise
         self.party, self._store, self.session, self._given_up = party, store, session, False
+
+    def _held(self, silo: Silo, session: bytes, store: HeldStore) -> DurableSilo:
+        """The silo with what the `store` of a session holds of it. Raises RecordError where that cannot be read."""
+        with own_file(self.folder / f"{session.hex()}.sqlite", _PUT_BACK):
+            return DurableSilo(silo, store)
 
     def _check_newest(self, party: DurableSilo) -> None:
         """Raises ProtocolError where the ledger, or the state, is an older copy. A silo whose state is would answer a
@@ -594,7 +605,8 @@ class SiteJob:
             self._check_no_session()
             secret = os.urandom(32) if wanted is None else wanted
             write_atomically(path, sealer.seal(job, secret), private=True)
-        return sealer.open(job, path.read_bytes())
+        with own_file(path, _PUT_BACK):
+            return sealer.open(job, path.read_bytes())
 
     def _check_no_session(self) -> None:
         """Raises ProtocolError where a session was opened and the secret is gone. Under another one records would fall
@@ -610,7 +622,8 @@ class SiteJob:
         path = self.folder / "session"
         if not path.exists():
             return b"", b""
-        message = CODEC.unpack(path.read_bytes(), Open)
+        with own_file(path, _PUT_BACK):
+            message = CODEC.unpack(path.read_bytes(), Open)
         session = session_of(
             self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
         )
@@ -665,6 +678,8 @@ class Cohort:
         self._before, self._left = home.state_folder / _COHORTS, left
         self._kept = _cohorts(home)
         self._begun = self._path.read_bytes() if self._path.exists() else None
+        if self._begun is not None and len(self._begun) != len(self._held):
+            raise RecordError(f"'{self._path}' is not what was written there: it is empty or damaged; {_PUT_BACK}")
         if self._none:
             return
         if self._begun is not None and self._begun != self._held:
@@ -706,8 +721,9 @@ class Cohort:
 
 def _cohorts(home: Home) -> dict[str, Any]:
     path = home.state_folder / _COHORTS
-    found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-    return found
+    with own_file(path, "put its newest copy back; without one, remove it, and pinned rows are the next job's"):
+        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        return dict(found)
 
 
 def check_left_out(home: Home, data_set: str, rows: int, left_out: int) -> None:
@@ -726,10 +742,11 @@ def check_left_out(home: Home, data_set: str, rows: int, left_out: int) -> None:
 
 @contextlib.contextmanager
 def _of_data(silo: str) -> Iterator[None]:
-    """Whatever goes wrong with a site's own file or records follows from them: a DataError, of one kind for all."""
+    """Whatever goes wrong with a site's own file or records follows from them: a DataError, of one kind for all. What
+    the site itself keeps of its jobs is no such file."""
     try:
         yield
-    except DataError:
+    except (DataError, RecordError):
         raise
     except Exception as error:
         what = str(error) if isinstance(error, InputError) else f"its data cannot be read ({type(error).__name__})"

@@ -84,7 +84,7 @@ def read_status(home: Home, now: datetime.datetime) -> Status:
     jobs = tuple(chain.jobs.values())
     newest = {job.fields["data_set"]: job.job for job in jobs if job.accepted}  # one that was mended is forgotten
     for name in newest.values():
-        said = Unfit(home.state_folder / "jobs" / name, home.id).said
+        said = tried(lambda name=name: Unfit(home.state_folder / "jobs" / name, home.id).said, "")
         problems += [said] if said else []
     going = read_going(home.path)
     return Status(home.id, home.role, roster, jobs, last, budgets, soon, tuple(problems), going)

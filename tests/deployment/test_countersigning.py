@@ -532,8 +532,7 @@ def test_so_it_is_where_the_log_lacks_that_answer_too(
             full.setattr(Trail, "exchanges", _no_answer_written)
             with pytest.raises(RecordError):
                 asked.sent()
-        if not rule:
-            monkeypatch.setattr(site_of, "Exchange", lambda *what: Exchange(*what[:4]))
+        monkeypatch.setattr(site_of, "Exchange", lambda *what: Exchange(*what[:4]))
         asked.found.sites["east"].close()
         asked.found.sites["east"] = Site(asked.home, Local())
         first = asked.again(before)
@@ -542,6 +541,38 @@ def test_so_it_is_where_the_log_lacks_that_answer_too(
     asked.put_back(tmp_path / "copy", *(["audit-log.sqlite"] if lost == "put back" else []))
     if rule:
         with pytest.raises(ProtocolError, match=r"older than what was seen of it \(seen.sqlite\), which has 2"):
+            asked.again(before)
+    else:
+        same = [np.array_equal(a, b) for a, b in zip(first, asked.again(before), strict=True)]
+        assert same == [False, True, True]
+    asked.close()
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_a_log_whose_row_a_kill_left_out_has_that_charge_once_it_is_asked_for_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool
+) -> None:
+    """The process ended between what the site keeps of the answer and the row of its log. That row, written when the
+    answer is asked for again, says that it was charged: so the state is not put back with what the site has seen. The
+    control goes by what was kept, so that the log lacks the charge for good."""
+    asked = _Asked(world, tmp_path)
+    asked.sent()
+    before = asked.found.server.state
+    asked.found.sites["east"].close()
+    shutil.copytree(asked.home.path, tmp_path / "copy")
+    asked.found.sites["east"] = Site(asked.home, Local())
+    with monkeypatch.context() as full:
+        full.setattr(Trail, "exchanges", _no_answer_written)
+        with pytest.raises(RecordError):
+            asked.sent()
+    asked.found.sites["east"].close()
+    asked.found.sites["east"] = Site(asked.home, Local())
+    if not rule:
+        monkeypatch.setattr(SiteJob, "charged", lambda *_: "")
+    first = asked.again(before)
+    asked.put_back(tmp_path / "copy", "seen.sqlite")
+    if rule:
+        with pytest.raises(ProtocolError, match="the state of this job at 'east' is older than its log, which has 2"):
             asked.again(before)
     else:
         same = [np.array_equal(a, b) for a, b in zip(first, asked.again(before), strict=True)]
