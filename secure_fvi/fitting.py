@@ -69,7 +69,7 @@ from secure_fvi.federated_model import (
 )
 from secure_fvi.options import Says, checked
 from secure_fvi.privacy.gate import NoiseSource
-from secure_fvi.privacy.settings import DP
+from secure_fvi.privacy.settings import DP, SiloDP
 from secure_fvi.progress import RunProgress
 from secure_fvi.results import Result, assessed, counting, number_or_none, refined_draws, summarise
 from secure_fvi.server import Server
@@ -350,15 +350,19 @@ def _row_parties(
     guards = build_guards(
         ordered, program.tables, terms, algorithm.name, books, noise, disclosed.rows, going_on=goes_on(of)
     )
-    silo_program = algorithm.silo(problem)  # one for all silos, so that they share traces; it holds no data
-    built = {}
+    # One for all silos, so that they share traces; it holds no data. But data decide whether a trace is kept, and how
+    # calls that run together round: where what is protected is a silo, none may decide that for another.
+    apart = isinstance(privacy, SiloDP)
+    silo_program, built = algorithm.silo(problem), dict[str, Silo]()
     for name in ordered:
+        silo_program = algorithm.silo(problem) if apart and built else silo_program
         own = b"all" if record_ids is not None else b"silo/" + name.encode()
         secret = silo_secret(lambda own=own: derived_secret(seed, own), bool(terms), noise_key)  # type: ignore[misc]
         view = silo_view(name, problem, read[name][1], ids[name], secret)
         released = guards.released(name)
         built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name], released=released)
-    return Parties(Server(problem, program, server_sum, noise), LocalEngine(built, of["batch_silos"]), guards)
+    engine = LocalEngine(built, of["batch_silos"] and not apart)
+    return Parties(Server(problem, program, server_sum, noise), engine, guards)
 
 
 def _of_run(options: FitOptions) -> Options:

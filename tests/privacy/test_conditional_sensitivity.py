@@ -24,7 +24,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi import column_silo, compiled, mixed_model
+from secure_fvi import column_silo, compiled, fitting, mixed_model
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import pvi
 from secure_fvi.algorithms.base import Pending
@@ -866,3 +866,61 @@ def _begun(engine: Any, server: Any) -> Gate:
     gate: Gate = engine.silos["silo-1"].gate
     gate.begin(1, next(iter(server.program.tables)), 3)
     return gate
+
+
+# ---- Silos of one process ----
+
+
+def _either_way(x: Tensor, y: Tensor) -> None:
+    """Goes another way where a matrix of the data has no root."""
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    try:
+        one = torch.linalg.cholesky(50 * torch.eye(2, dtype=x.dtype) - x.mT @ x)[0, 0] * 0 + 1
+    except RuntimeError:
+        one = torch.ones((), dtype=x.dtype)
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(one * (x @ beta), 1.0), obs=y)
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_no_silos_data_decide_how_anothers_sum_is_computed(monkeypatch: pytest.MonkeyPatch, rule: bool) -> None:
+    """Two worlds that differ in silo 1. The others' sums before noise, given what was released, are the same to the
+    last bit. The control lets silos share traces, as was shipped: one that is kept on silo 1's data fails on theirs."""
+    monkeypatch.setattr(compiled, "TRACE_AFTER_CALLS", 3)
+    if not rule:
+        monkeypatch.setattr(fitting, "SiloDP", sf.RecordDP)
+    public: dict[tuple[str, int], Tensor] = {}
+    rng = torch.Generator().manual_seed(0)
+
+    def world(first: float) -> list[Tensor]:
+        """The sums of all but silo 1, round by round."""
+        made, sums = torch.Generator().manual_seed(5), list[Tensor]()
+        silos = [
+            {"x": wide * torch.randn(20, 2, generator=made), "y": torch.randn(20, generator=made)}
+            for wide in (first, 3.0, 3.0)
+        ]
+        dp = sf.SiloDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
+        parties = build_parties(
+            sf.FederatedModel(_either_way, "row"), silos, sf.SFVI(iterations=6, family="diagonal"), sf.Plain(),
+            compile=False, privacy=dp, noise_key=KEY, batch_silos=rule,
+        )  # fmt: skip
+        asked = dict.fromkeys(parties.engine.silos, 0)
+
+        def answered(name: str) -> Callable[..., Callable[[Tensor], Tensor]]:
+            def answer(total: Tensor) -> Tensor:
+                asked[name] += 1
+                if name != "silo-1":
+                    sums.append(total.clone())
+                noised = total + NOISE * torch.randn(total.shape, generator=rng)
+                return public.setdefault((name, asked[name]), noised)
+
+            return lambda *_, **__: answer
+
+        for name, silo in parties.engine.silos.items():
+            silo.gate._noiser = answered(name)  # type: ignore[method-assign]
+        for _ in range(6):
+            parties.engine.run(parties.server.round())
+        return sums
+
+    apart = [float((a - b).norm()) for a, b in zip(world(0.1), world(3.0), strict=True)]
+    assert max(apart) == 0 if rule else max(apart) > 0.9
