@@ -74,7 +74,7 @@ class Options(TypedDict, total=False):
     """Of PyTorch; "auto", the default, goes by the size of the data, and is 1 under privacy, which hides that size."""
     batch_silos: bool
     """Silos of equal shape compute together, mapped by `vmap`: for many small silos, above all on a GPU. The posterior
-    is the same up to rounding. Under `SiloDP` they compute one by one all the same."""
+    is the same up to rounding. Under privacy they compute one by one all the same."""
     checkpoint_dir: Annotated[str | os.PathLike[str] | None, Says("must be the path of a folder")]
     """A folder that the run is kept in, and goes on from with `resume`."""
     checkpoint_seconds: NotNegative

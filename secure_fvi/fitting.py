@@ -69,7 +69,7 @@ from secure_fvi.federated_model import (
 )
 from secure_fvi.options import Says, checked
 from secure_fvi.privacy.gate import NoiseSource
-from secure_fvi.privacy.settings import DP, SiloDP
+from secure_fvi.privacy.settings import DP
 from secure_fvi.progress import RunProgress
 from secure_fvi.results import Result, assessed, counting, number_or_none, refined_draws, summarise
 from secure_fvi.server import Server
@@ -351,9 +351,9 @@ def _row_parties(
         ordered, program.tables, terms, algorithm.name, books, noise, disclosed.rows, going_on=goes_on(of)
     )
     # One for all silos, so that they share traces; it holds no data. But data decide whether a trace is kept, and how
-    # calls that run together round: where what is protected is a silo, none may decide that for another.
-    apart = isinstance(privacy, SiloDP)
+    # calls that run together round: under privacy no silo's may decide that for another.
     silo_program, built = algorithm.silo(problem), dict[str, Silo]()
+    apart = privacy is not None and silo_program.traced_by_data
     for name in ordered:
         silo_program = algorithm.silo(problem) if apart and built else silo_program
         own = b"all" if record_ids is not None else b"silo/" + name.encode()

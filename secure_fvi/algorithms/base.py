@@ -498,6 +498,11 @@ class SiloProgram(Protocol):
         """What the gate lets out, and the local state to hand to `commit`. Draws are keyed by `view.turn`."""
         ...
 
+    @property
+    def traced_by_data(self) -> bool:
+        """Whether a silo's data have a say in whether its steps are traced, and are kept so."""
+        ...
+
     def silence(self, message: Broadcast, local: Any, view: Any, gate: Gate) -> tuple[Release, Any]:
         """Under privacy, what stands for a contribution into which no data go: nobody else can tell it by what is
         released, or by how often the ledger is charged."""

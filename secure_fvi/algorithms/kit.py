@@ -301,6 +301,11 @@ class Program(ABC):
         return int(state.round)
 
     @property
+    def traced_by_data(self) -> bool:
+        """Whether a silo's data have a say in whether its steps are traced, and are kept so."""
+        return True
+
+    @property
     def by_record(self) -> bool:
         """Whether privacy protects records one by one."""
         return isinstance(self.problem.privacy, RecordDP)

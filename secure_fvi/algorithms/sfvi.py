@@ -400,6 +400,10 @@ class SFVIProgram(StructuredProgram):
         self._block = rows_at_once(numbers)
         self._trace()
 
+    @property
+    def traced_by_data(self) -> bool:
+        return not self.by_record
+
     def _lengths(self) -> Lengths | None:
         """How records say how long their gradients are, where they do."""
         share, privacy = self._of_lengths, self.problem.privacy
