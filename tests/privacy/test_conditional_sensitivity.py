@@ -893,8 +893,9 @@ def _either_way(x: Tensor, y: Tensor) -> None:
 def test_no_silos_data_decide_how_anothers_sum_is_computed(
     monkeypatch: pytest.MonkeyPatch, algorithm: Any, privacy: Any, rule: bool
 ) -> None:
-    """Two worlds that differ in a record of silo 1. The others' sums before noise, given what was released, are the same
-    to the last bit. The control lets silos share traces, as was shipped: one that is kept on silo 1's data fails on theirs."""
+    """Two worlds that differ in a record of silo 1. Given what was released, the others' sums before noise are the
+    same to the last bit. The control lets silos share traces, as was shipped: one that silo 1's data keep fails on
+    theirs."""
     monkeypatch.setattr(compiled, "TRACE_AFTER_CALLS", 3)
     if not rule:
         for kind in (Program, SFVIProgram):
