@@ -188,13 +188,16 @@ def _together(own: Callable[[Tensor], Params], fars: Sequence[float], like: Tens
 
 
 def _observed_terms(run: Evaluation) -> Params:
-    """Terms of records, each site's together, but for their latents' own; nan as 0, which is no edge."""
+    """Terms of records, each site's together, but for their latents' own."""
     named = [name for name in run.own if name not in run.latents and (name in run.in_records or name == ALL_RECORDS)]
-    return {name: torch.nan_to_num(run.own[name], nan=0.0, neginf=-np.inf) for name in named}
+    return {name: run.own[name] for name in named}
 
 
 def _fallen(a: float, b: float) -> bool:
-    """Whether of two values of a log density one lies so far under the other as beyond an edge."""
+    """Whether of two values of a log density one lies so far under the other as beyond an edge. Where one is none, as
+    far out where numbers have run out, nothing is known."""
+    if math.isnan(a) or math.isnan(b):
+        return False
     return abs(a - b) > _EDGE if np.isfinite([a, b]).all() else a != b
 
 

@@ -1314,6 +1314,17 @@ def factor_on_a_silo(y: Tensor) -> None:
     _observe(y, _level() + u)
 
 
+@good([{"t": torch.linspace(0.1, 2.0, n), "dead": torch.arange(n) % 3 > 0, "y": torch.rand(n)} for n in _SIZES])
+def times_that_a_mask_censors(t: Tensor, dead: Tensor, y: Tensor) -> None:
+    """Far out, where a power of t runs out of numbers, the density is none: that is no edge."""
+    k, scale = pyro.sample("k", dist.LogNormal(0.0, 0.5)), pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("r", len(t)):
+        with poutine.mask(mask=dead):
+            pyro.sample("t", dist.Weibull(scale, k), obs=t)
+        with poutine.mask(mask=~dead):
+            pyro.factor("later", -((t / scale) ** k))
+
+
 @good()
 def likelihood_as_a_factor(y: Tensor) -> None:
     mu = _level()
