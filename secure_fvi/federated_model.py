@@ -161,7 +161,8 @@ class FederatedModel:
         return None
 
     def called(self, site: str, at: Sequence[int]) -> str | None:
-        """What users read in place of this number of a global site; None: the site's own name."""
+        """What users read in place of this number of a global site, with the values of other columns at which it is
+        that where the table's is not; None: the site's own name."""
         return None
 
     @property

@@ -717,7 +717,14 @@ class MixedModel(FederatedModel):
         return user_draws(self, draws)
 
     def called(self, site: str, at: Sequence[int]) -> str | None:
-        return self.of.fixed.names[self.of.kept[at[0]]] if site == "b" else None
+        if site != "b":
+            return None
+        fixed, column = self.of.fixed, self.of.kept[at[0]]
+        if not (centres := fixed.centres_of(column)):
+            return fixed.names[column]
+        where = " and ".join(f"{name} is {centre:g}" for name, centre in centres.items())
+        where = "other columns are at their centres" if column == fixed.intercept and len(centres) > 1 else where
+        return f"{fixed.names[column]} where {where}"
 
     def for_new(self, data: Any, scored: bool) -> tuple[MixedModel, Laid, Any]:
         """`data`: the user's table, without gaps; the response need not be there where it is drawn. Effects of local

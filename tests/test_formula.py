@@ -1273,14 +1273,24 @@ def _log_p(data: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> to
 
 
 def test_numbers_that_are_mostly_the_priors_are_named_as_in_the_table() -> None:
-    """In `result.privacy["sds"]["hidden"]`, and so in the summary; the control is a model of the user's own sites."""
+    """In `result.privacy["sds"]["hidden"]`, and so in the summary, with the values of other columns at which they are
+    those: the table's intercept is where age is 0, the one that is mostly the prior's where age is at its centre. The
+    controls are a model of the user's own sites, and a column that is not centred."""
     of = model("pressure ~ age + (1 | child)", "gaussian")
     server = build_parties(of, [table(seed=k) for k in range(3)], sf.SFVI(iterations=3), sf.Masked(), compile=False)[0]
     problem = server.program.problem
     chosen = torch.ones(problem.layout.size("global"))
-    assert _named(problem, chosen)[:2] == ["(Intercept)", "age"]
+    assert _named(problem, chosen)[:2] == ["(Intercept) where age is 50", "age"]
     own = problem._replace(model=sf.FederatedModel(problem.model.fn))
     assert _named(own, chosen)[:2] == ["b[0]", "b[1]"]
+    crossed = model("pressure ~ age * visits", "gaussian")
+    assert [crossed.called("b", (at,)) for at in range(4)] == [
+        "(Intercept) where other columns are at their centres",
+        "age where visits is 2.5",
+        "visits where age is 50",
+        "age:visits",
+    ]
+    assert model("pressure ~ I(age - 50)", "gaussian").called("b", (0,)) == "(Intercept)"
 
 
 @pytest.fixture(scope="module")
