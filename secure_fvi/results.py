@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.distributions import transform_to
 
-from secure_fvi.algorithms.base import Clipped, Posterior, Problem, Verdict
+from secure_fvi.algorithms.base import FEW_CUT, FEW_FAR, Clipped, Posterior, Problem, Verdict
 from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params, param_constraint, param_start, running
@@ -51,8 +51,6 @@ _R = TypeVar("_R")
 #: Share of cut gradients, at most, over which a private result warns
 #: (`test_where_many_gradients_are_cut_the_run_says_so`).
 MANY_CUT = 0.1
-#: Of a norm that cuts few: the share that is longer, and that is longer than twice it.
-_FEW_CUT, _FEW_FAR = 0.05, 0.01
 #: Share of the clipping norm from which gradients have as good as all of it.
 _WHOLE = 0.99
 _MOMENT_DRAWS = 20_000
@@ -120,24 +118,19 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
 def _many_cut(found: Clipped, norm: float) -> str | None:
     """What to say where many gradients are known to be cut under a clipping norm; None: they are not. Rounds around q
     told it. Gradients have all of that norm but what else is said of a record has: curvature, objective, lengths."""
-    one, last = EDGES.index(1), len(EDGES) - 1
+    one = EDGES.index(1)
     left = found.edges[one] if found.edges[one] < _WHOLE * norm else norm
     far, error = found.beyond(one + 1)
-    if found.share - 2 * found.error <= MANY_CUT and far - 2 * error <= _FEW_FAR:
+    if found.share - 2 * found.error <= MANY_CUT and far - 2 * error <= FEW_FAR:
         return None
-
-    def few(at: int) -> bool:
-        beyond, error = found.beyond(min(at + 1, last))
-        return found.beyond(at)[0] <= _FEW_CUT and beyond <= _FEW_FAR + 2 * error
-
-    enough = next((at for at in range(one + 1, last + 1) if few(at)), None)
+    enough = found.enough
     return (
         f"{found.share:.0%} (+- {2 * found.error:.0%}) of records' gradients are longer than clipping_norm = {norm:g} "
         + (f"leaves them, {left:.3g}, " if left < norm else "")
         + "and were cut: where more are cut on one side than on the other, as in a logistic regression, most of a "
         "rare outcome, or skewed residuals, or those that tell the sd of errors, means are off by more than sds say; "
         + (
-            f"{_FEW_CUT:.0%} at most (+- {2 * found.beyond(enough)[1]:.0%}) are longer than {norm * EDGES[enough]:.3g}"
+            f"{FEW_CUT:.0%} at most (+- {2 * found.beyond(enough)[1]:.0%}) are longer than {norm * EDGES[enough]:.3g}"
             if enough
             else f"some are longer than {EDGES[-1] * left:.3g}"
         )

@@ -291,6 +291,8 @@ class Refined(NamedTuple):
 
 #: Standard errors that the number of records has to be over, for shares of it to be told.
 _TOLD = 3.0
+#: Of a norm that cuts few: the share that is longer, and that is longer than twice it.
+FEW_CUT, FEW_FAR = 0.05, 0.01
 
 
 class Clipped(NamedTuple):
@@ -318,6 +320,27 @@ class Clipped(NamedTuple):
         share, places = min(1.0, sum(self.shares[at + 1 :])), len(self.shares)
         return share, self.error * share_error(share, places - at - 1, places) / share_error(
             self.share, places // 2, places
+        )
+
+    @property
+    def enough(self) -> int | None:
+        """The first edge past the norm beyond which few are, as far as counts tell; None: there is none."""
+        unit, last = len(self.edges) // 2, len(self.edges) - 1
+        for at in range(unit + 1, last + 1):
+            far, error = self.beyond(min(at + 1, last))
+            if self.beyond(at)[0] <= FEW_CUT and far <= FEW_FAR + 2 * error:
+                return at
+        return None
+
+    def advice(self, norm: float) -> str:
+        """Which clipping norm would cut few, of a run with this one, in words, as far as counts tell."""
+        unit, at = len(self.edges) // 2, self.enough
+        if at is None:
+            return f"take a longer clipping_norm: some are longer than {norm * self.edges[-1] / self.edges[unit]:.3g}"
+        error = 2 * self.beyond(at)[1]
+        return (
+            f"take a clipping_norm of {norm * self.edges[at] / self.edges[unit]:.3g}, than which {FEW_CUT:.0%} at most "
+            f"(+- {error:.0%}) are longer near where this run ended"
         )
 
 

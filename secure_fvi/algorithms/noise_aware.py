@@ -59,9 +59,11 @@ are no narrower than they should be. Scores that are cut on one side more than o
 public number tells: under a clipping norm that cuts many records of a logistic regression, say. Its size is known from
 measurements: in sds of the data about `_PULLED` times what cuts take off gradients over the root of what is left of
 their squares, in the mean over records, times the square root of their number. Few that are cut to a small part of
-themselves, as of a rare outcome, move it as far as many that are cut a little. Where records release how many are cut
-(`Clipped`) a normal of that size is counted as one more noise of the slope, as what is no line is, and where it would
-be most of all there is no interval. Elsewhere that bias is not counted.
+themselves, as of a rare outcome, move it as far as many that are cut a little. What is left of their squares is the
+curvature only if the model is right: residuals with heavy tails have less of it, and where H is seen to be less that
+takes its place. Where records release how many are cut (`Clipped`) a normal of that size is counted as one more noise
+of the slope, as what is no line is, and where it would be most of all there is no interval. Elsewhere that bias is not
+counted.
 How many at most are cut is told where their number N is public: by the same identity the trace of H is
 N E[c g'g] = N E[min(g'g, C |g|)], which is at least N C^2 times the share of gradients longer than C, if the model is
 right. Sites of PVI are cut as a whole, precision and shift alike: a likelihood to a power below 1, which
@@ -114,8 +116,9 @@ _FEW_CUT = 0.02
 MOST_CUT = 0.5
 #: Sds of the data by which cuts move the slope, over what `_moved` has of it.
 _PULLED = 0.85
-#: How much longer than the norm a cut gradient is, in norms; and one that is longer than twice the norm, beside that.
-_LONGER, _MUCH = 0.4, 1.4
+#: How much longer than the norm a cut gradient is, in norms; and one that is longer than 2, 4 and 8 times the norm,
+#: beside that each time.
+_LONGER = 0.4, 1.4, 2.7, 6.0
 #: How many times priors' sds may differ where, in more than that share of draws, some direction is untold.
 MOST_UNLIKE, _UNTOLD = 4.0, 0.05
 #: Why there is none of PVI where the likelihood is no parabola.
@@ -264,12 +267,13 @@ def of_gradients(
     sampled: bool = False,
     floor: float | None = None,
     clipped: Clipped | None = None,
+    clipping_norm: float = math.nan,
 ) -> NoiseAware | str:
     """The posterior from the trace of noised gradients, `half` that of its first rounds; or why there is none.
 
     norm: the clipping norm of records (or silos; of these NaN where they are to reach none). line: whether the
     likelihood is a parabola whatever the data. sampled: whether totals are of other records each round. floor: the
-    job's `least_information`.
+    job's `least_information`. clipping_norm: the job's, of which `norm` is what it leaves gradients.
     """
     n = len(trace.z)
     if not all(bool(of.isfinite().all()) for of in (*trace[2:7], trace.curved.h, *half[2:7])):
@@ -310,15 +314,13 @@ def of_gradients(
             f"{apart:.2g} in the mean, {least:g} at least); more records, a larger epsilon or more rounds, all near "
             "the end, would tell it"
         )
-    pull = 0.0
-    if clipped is not None:
-        if line and clipped.share - 2 * clipped.error > MOST_CUT:
-            return (
-                f"gradients of {clipped.share:.0%} of records are cut, so that they may be no line over broadcasts; a "
-                "longer clipping_norm or a smaller learning_rate would do"
-            )
-        pull = 0.0 if line else _moved(clipped)
-    found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, prior, trace.rounds, floor, pull)
+    if line and clipped is not None and clipped.share - 2 * clipped.error > MOST_CUT:
+        return (
+            f"gradients of {clipped.share:.0%} of records are cut, so that they may be no line over broadcasts; "
+            f"{clipped.advice(clipping_norm)}; or a smaller learning_rate would do"
+        )
+    cuts = None if line or clipped is None else (clipped, clipping_norm)
+    found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, prior, trace.rounds, floor, cuts)
     if isinstance(found, str):
         return found
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
@@ -473,17 +475,30 @@ def _ruled_out(told: _Told, floor: float) -> bool:
     return float(as_low.double().mean()) < LEAST_LIKELY
 
 
-def _moved(clipped: Clipped) -> float:
-    """Sds of the data by which cut gradients may move the slope, as if what is cut lay on one side of one direction."""
+def _lost(clipped: Clipped) -> float:
+    """What cuts take off gradients, in norms, in the mean over records. Of those that are longer than 2, 4 and 8 times
+    the norm, as far as these are more than two standard errors, each time: few are, and of none noise would make some.
+    """
     unit = len(clipped.edges) // 2
-    norm, (far, error) = clipped.edges[unit], clipped.beyond(unit + 1)
-    far = far if far > 2 * error else 0.0  # few are, and of none noise would make some
-    share = math.sqrt(max(0.0, clipped.share**2 - clipped.error**2))
-    lost = _LONGER * share + _MUCH * far
-    whole = itertools.pairwise([0.0, *clipped.edges[: unit + 1]])
+    lost = _LONGER[0] * math.sqrt(max(0.0, clipped.share**2 - clipped.error**2))
+    for at, more in enumerate(_LONGER[1:], unit + 1):
+        far, error = clipped.beyond(at)
+        if far <= 2 * error:
+            break
+        lost += more * far
+    return lost
+
+
+def _moved(clipped: Clipped, trace: Tensor | None = None) -> Tensor:
+    """Sds of the data by which cut gradients may move the slope, as if what is cut lay on one side of one direction; of
+    curvatures with traces (K,), each, or () of that which gradients have if the model is right."""
+    unit, lost = len(clipped.edges) // 2, _lost(clipped)
+    norm, whole = clipped.edges[unit], itertools.pairwise([0.0, *clipped.edges[: unit + 1]])
     left = sum(s * ((low + high) / 2 / norm) ** 2 for s, (low, high) in zip(clipped.shares, whole, strict=False))
-    left += clipped.share + lost
-    return _PULLED * lost * math.sqrt(clipped.records / left) if lost else 0.0
+    squares = torch.tensor(left + clipped.share + lost, dtype=torch.float64)
+    if trace is not None:
+        squares = torch.minimum(squares, trace / (clipped.records * norm**2))
+    return _PULLED * lost * (clipped.records / squares.clamp(min=1e-300)).sqrt()
 
 
 def _integrated(
@@ -495,10 +510,10 @@ def _integrated(
     prior: Natural,
     rounds: int,
     floor: float | None,
-    moved: float = 0.0,
+    cuts: tuple[Clipped, float] | None = None,
 ) -> NoiseAware | str:
-    """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues). moved: sds of
-    the data by which cut gradients may move s."""
+    """g (n,) is s - H at, with noise of `variance` times 1 + (excess - 1) H / (mean of H's eigenvalues). cuts: what is
+    told of gradients whose cuts may move s, and the job's clipping norm."""
     dropped = floor if floor is not None and _ruled_out(told, floor) else None
     floor = floor if dropped is None else None
     values, vectors = _curvatures(told, float(prior.precision.diagonal().mean()), floor or 0.0)
@@ -512,12 +527,13 @@ def _integrated(
     drawn, vectors = _made(vectors, values), told.basis @ vectors
     spread = variance * (1 + (excess - 1) * values / values.mean(1, keepdim=True).clamp(min=1e-300))
     strayed = _bent(drawn, told.strayed)
-    bent = (strayed + moved**2).unsqueeze(1) * values
+    moved = torch.zeros_like(strayed) if cuts is None else _moved(cuts[0], values.sum(1)).square()
+    bent = (strayed + moved).unsqueeze(1) * values
     share = float(bent.mean() / (values + spread).mean())
-    if not share <= MOST_BENT and moved**2 > float(strayed.mean()):
+    if not share <= MOST_BENT and cuts is not None and float(moved.mean()) > float(strayed.mean()):
         return (
             "so many records' gradients are cut, or may be by the noised count of them, that means may be off by more "
-            "than data and noise leave open; a longer clipping_norm, which cuts few, would do"
+            f"than data and noise leave open; {cuts[0].advice(cuts[1])}"
         )
     if not share <= MOST_BENT:
         return (

@@ -668,13 +668,13 @@ class SFVIProgram(StructuredProgram):
     def noise_aware(self, state: SFVIState) -> NoiseAware | str:
         if self._uncounted is not None:
             return self._uncounted
-        norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, noise_aware.straight(self.problem)
+        clipping_norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, noise_aware.straight(self.problem)
         if line is None:
             return NOT_TWICE
-        norm = norm if self.curved is None else self.curved.gradient
+        norm = clipping_norm if self.curved is None else self.curved.gradient
         norm = norm if self.by_record or not line else math.nan
         sampled, floor = self.config.sampling_rate < 1, self.config.least_information
-        seen = (norm, line, sampled, floor, self.clipped(state))
+        seen = (norm, line, sampled, floor, self.clipped(state), clipping_norm)
         own = prior.Prior(self.problem, True)
         if (normal := own.exact({})) is not None:
             return noise_aware.of_gradients(state.trace, state.half, normal, *seen)
