@@ -189,14 +189,27 @@ def named_few(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def counts_noise(privacy: Mapping[str, Any] | None) -> str:
-    """Of a result's `privacy`, in a line: whether sds count the noise; "" without differential privacy."""
+def _untold(privacy: Mapping[str, Any]) -> str:
+    """Of a run that does not tell how much it cut, that it does not."""
+    if privacy.get("clipping") == "adaptive":
+        return "the clipping norm follows a quantile of contributions' lengths, so that a share of them is always cut"
+    unit = privacy.get("unit", "record")
+    return f"nothing that is released tells how many {unit}s' contributions were cut to the clipping norm, or how far"
+
+
+def counts_noise(privacy: Mapping[str, Any] | None, point: bool = False) -> str:
+    """Of a result's `privacy`, in a line: whether sds count the noise, and what is known of what clipping cut; ""
+    without differential privacy. point: the result has no sds."""
     if not privacy:
         return ""
+    if point:
+        return f"how far the noise of privacy moved the point is not known; {_untold(privacy)}"
     said = privacy.get("sds", {"count_noise": False, "because": "the run is of a version that could not"})
     cut, clipped = said.get("cut_at_most"), privacy.get("clipped")
     share = "" if cut is None else f", which is up to {cut:.1%} of gradients"
-    moved, kept = f"; not what clipping moves, where it cuts one side more{share}", ""
+    moved, kept = f"; not what clipping moves, where it cuts one side more{share}", f"; {_untold(privacy)}"
+    if cut is None:
+        moved += kept
     if clipped is not None:
         share = f"{clipped['share']:.1%} (+- {2 * clipped['error']:.1%}) of records' gradients"
         moved, kept = (
@@ -259,7 +272,8 @@ def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None, refined:
         rows += [Row(*row) for row in zip(names, means, *columns, strict=True)]
     khat, ess, count = _weights_say(refined)
     if spread is None:
-        return Summary(heading(result) + "; a point, without spread", rows, khat, ess, count)
+        note = counts_noise(result.privacy, point=True)
+        return Summary(heading(result) + "; a point, without spread", rows, khat, ess, count, note)
     return Summary(heading(result), rows, khat, ess, count, counts_noise(result.privacy))
 
 

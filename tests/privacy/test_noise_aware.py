@@ -962,6 +962,21 @@ def test_declared_information_that_is_not_there_is_dropped_where_it_can_be_seen(
     assert refused <= 6
 
 
+def test_a_run_that_does_not_tell_what_it_cut_says_that_it_does_not() -> None:
+    """Whether or not intervals count the noise, and of a point; the control is a run that tells it."""
+    none = {"count_noise": False, "because": "it is not worked out how far noise moves fedvi"}
+    some = {"count_noise": True, "cut_at_most": None, "hidden": []}
+    for sds in (none, some):
+        untold = {"unit": "silo", "clipping": "fixed", "sds": sds}
+        for point in (False, True):
+            said = counts_noise(untold, point)
+            assert "nothing that is released tells how many silos' contributions were cut" in said
+            assert ("intervals" in said) == (sds is none and not point)
+        told = {**untold, "clipped": {"share": 0.1, "error": 0.01}}
+        assert "nothing that is released tells" not in counts_noise(told)
+        assert "a share of them is always cut" in counts_noise({**untold, "clipping": "adaptive"})
+
+
 def test_the_summary_names_what_is_mostly_the_prior_and_what_intervals_rest_on() -> None:
     x = torch.randn(400, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     x[:, 1] *= 0.1
