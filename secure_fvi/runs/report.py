@@ -62,7 +62,7 @@ def write_report(directory: Path) -> None:
         result=result,
         standing=standing(result),
         reason=reason(result),
-        counts=counts_noise(result["privacy"]),
+        counts=counts_noise(result["privacy"], point=not any(row.sd for row in posterior_rows(result))),
         tells_lengths=_tells_lengths(config),
         run=(about := run.read_run()),
         left=what_left(config, len(result["silos"])),

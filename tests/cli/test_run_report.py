@@ -76,6 +76,7 @@ def page_of(
     aggregation: dict[str, Any],
     privacy: dict[str, Any] | None = None,
     algorithm: dict[str, Any] | None = None,
+    **result: Any,
 ) -> str:
     """The report of a run that differs from `ran` in what is given."""
     shutil.copytree(ran, out)
@@ -83,7 +84,7 @@ def page_of(
     options = {"kind": "masked", **aggregation}
     other = type(config.aggregation)(**options)
     (out / "config.toml").write_text(config.model_copy(update={"aggregation": other}).to_toml())
-    for name, change in (("run", {"engine": engine}), ("result", {"privacy": privacy})):
+    for name, change in (("run", {"engine": engine}), ("result", {"privacy": privacy, **result})):
         content = json.loads((out / f"{name}.json").read_text()) | change
         if name == "result":
             content["aggregation"]["kind"] = options["kind"]
@@ -190,6 +191,21 @@ def test_it_says_what_lengths_of_gradients_tell_of_the_number_of_records(ran: Pa
     assert not any(whole in page for page in (counted, *hidden))
     silent = ({**sfvi, "lengths_share": 0.0}, {"name": "pvi", "rounds": 2})
     assert all(whole in page_of(ran, tmp_path / str(k), ONE, {}, PRIVACY, one) for k, one in enumerate(silent))
+
+
+def test_of_a_point_it_says_nothing_of_sds(ran: Path, tmp_path: Path) -> None:
+    """The control: the same of a run whose posterior has sds."""
+    spoken = "intervals are too short"
+    assert spoken in page_of(ran, tmp_path / "spread", ONE, {}, PRIVACY)
+    posterior = json.loads((ran / "result.json").read_text())["posterior"]
+    point = {site: moments | {"sd": _zeros(moments["sd"])} for site, moments in posterior.items()}
+    page = page_of(ran, tmp_path / "point", ONE, {}, PRIVACY, posterior=point)
+    assert spoken not in page
+    assert "moved the point is not known" in page.lower()
+
+
+def _zeros(of: Any) -> Any:
+    return [_zeros(one) for one in of] if isinstance(of, list) else 0.0
 
 
 def test_methods_say_of_which_posterior_estimates_are() -> None:
