@@ -52,7 +52,7 @@ def read_bytes(path: Path, what: str, most: int = 1 << 20, makes: str = "") -> b
 
 
 @contextlib.contextmanager
-def own_file(path: Path, remedy: str) -> Iterator[None]:
+def own_file(path: Path, remedy: str = "put its newest copy back, or begin another job") -> Iterator[None]:
     """What is wrong with a file of this party's own is no fault of a message, nor of its data: where it is not what the
     party wrote, as one that is empty, raises RecordError, which names the file and what to do."""
     try:

@@ -323,10 +323,15 @@ class Clipped(NamedTuple):
         )
 
     @property
+    def unit(self) -> int:
+        """The edge at which gradients are cut."""
+        return len(self.edges) // 2
+
+    @property
     def enough(self) -> int | None:
         """The first edge past the norm beyond which few are, as far as counts tell; None: there is none."""
-        unit, last = len(self.edges) // 2, len(self.edges) - 1
-        for at in range(unit + 1, last + 1):
+        last = len(self.edges) - 1
+        for at in range(self.unit + 1, last + 1):
             far, error = self.beyond(min(at + 1, last))
             if self.beyond(at)[0] <= FEW_CUT and far <= FEW_FAR + 2 * error:
                 return at
@@ -334,12 +339,12 @@ class Clipped(NamedTuple):
 
     def advice(self, norm: float) -> str:
         """Which clipping norm would cut few, of a run with this one, in words, as far as counts tell."""
-        unit, at = len(self.edges) // 2, self.enough
+        times, at = norm / self.edges[self.unit], self.enough
         if at is None:
-            return f"take a longer clipping_norm: some are longer than {norm * self.edges[-1] / self.edges[unit]:.3g}"
+            return f"take a longer clipping_norm: some are longer than {times * self.edges[-1]:.3g}"
         error = 2 * self.beyond(at)[1]
         return (
-            f"take a clipping_norm of {norm * self.edges[at] / self.edges[unit]:.3g}, than which {FEW_CUT:.0%} at most "
+            f"take a clipping_norm of {times * self.edges[at]:.3g}, than which {FEW_CUT:.0%} at most "
             f"(+- {error:.0%}) are longer near where this run ended"
         )
 

@@ -266,14 +266,14 @@ def of_gradients(
     line: bool = False,
     sampled: bool = False,
     floor: float | None = None,
-    clipped: Clipped | None = None,
-    clipping_norm: float = math.nan,
+    cuts: tuple[Clipped, float] | None = None,
 ) -> NoiseAware | str:
     """The posterior from the trace of noised gradients, `half` that of its first rounds; or why there is none.
 
     norm: the clipping norm of records (or silos; of these NaN where they are to reach none). line: whether the
     likelihood is a parabola whatever the data. sampled: whether totals are of other records each round. floor: the
-    job's `least_information`. clipping_norm: the job's, of which `norm` is what it leaves gradients.
+    job's `least_information`. cuts: what is told of those that are cut, and the job's clipping norm, of which `norm` is
+    what it leaves gradients.
     """
     n = len(trace.z)
     if not all(bool(of.isfinite().all()) for of in (*trace[2:7], trace.curved.h, *half[2:7])):
@@ -298,7 +298,7 @@ def of_gradients(
             'schedule = "cosine" or more records keep them near'
         )
     if _ended(trace, told, prior, excess) < LEAST_ALIKE:  # the mode is found from afar, by the curvature
-        many = clipped is None or clipped.share - 2 * clipped.error > _FEW_CUT
+        many = cuts is None or cuts[0].share - 2 * cuts[0].error > _FEW_CUT
         if many and not math.isnan(norm):
             return ON_ITS_WAY.format(
                 "their mean is off the mode by more than they scatter, and gradients are cut there"
@@ -314,17 +314,17 @@ def of_gradients(
             f"{apart:.2g} in the mean, {least:g} at least); more records, a larger epsilon or more rounds, all near "
             "the end, would tell it"
         )
-    if line and clipped is not None and clipped.share - 2 * clipped.error > MOST_CUT:
+    if line and cuts is not None and cuts[0].share - 2 * cuts[0].error > MOST_CUT:
         return (
-            f"gradients of {clipped.share:.0%} of records are cut, so that they may be no line over broadcasts; "
-            f"{clipped.advice(clipping_norm)}; or a smaller learning_rate would do"
+            f"gradients of {cuts[0].share:.0%} of records are cut, so that they may be no line over broadcasts; "
+            f"{cuts[0].advice(cuts[1])}; or a smaller learning_rate would do"
         )
-    cuts = None if line or clipped is None else (clipped, clipping_norm)
+    cuts = None if line else cuts
     found = _integrated(told, trace.g, trace.z, 1 / trace.weight, excess, prior, trace.rounds, floor, cuts)
     if isinstance(found, str):
         return found
     cut = math.nan if math.isnan(trace.norms) else min(1.0, float(told.estimate.diagonal().sum()) / trace.norms)
-    return found._replace(cut=cut, pulled=clipped is not None and not line)
+    return found._replace(cut=cut, pulled=cuts is not None)
 
 
 def _ended(trace: Trace, told: _Told, prior: Natural, excess: float) -> float:
@@ -479,9 +479,8 @@ def _lost(clipped: Clipped) -> float:
     """What cuts take off gradients, in norms, in the mean over records. Of those that are longer than 2, 4 and 8 times
     the norm, as far as these are more than two standard errors, each time: few are, and of none noise would make some.
     """
-    unit = len(clipped.edges) // 2
     lost = _LONGER[0] * math.sqrt(max(0.0, clipped.share**2 - clipped.error**2))
-    for at, more in enumerate(_LONGER[1:], unit + 1):
+    for at, more in enumerate(_LONGER[1:], clipped.unit + 1):
         far, error = clipped.beyond(at)
         if far <= 2 * error:
             break
@@ -492,7 +491,7 @@ def _lost(clipped: Clipped) -> float:
 def _moved(clipped: Clipped, trace: Tensor | None = None) -> Tensor:
     """Sds of the data by which cut gradients may move the slope, as if what is cut lay on one side of one direction; of
     curvatures with traces (K,), each, or () of that which gradients have if the model is right."""
-    unit, lost = len(clipped.edges) // 2, _lost(clipped)
+    unit, lost = clipped.unit, _lost(clipped)
     norm, whole = clipped.edges[unit], itertools.pairwise([0.0, *clipped.edges[: unit + 1]])
     left = sum(s * ((low + high) / 2 / norm) ** 2 for s, (low, high) in zip(clipped.shares, whole, strict=False))
     squares = torch.tensor(left + clipped.share + lost, dtype=torch.float64)

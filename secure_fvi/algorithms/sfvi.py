@@ -674,7 +674,8 @@ class SFVIProgram(StructuredProgram):
         norm = clipping_norm if self.curved is None else self.curved.gradient
         norm = norm if self.by_record or not line else math.nan
         sampled, floor = self.config.sampling_rate < 1, self.config.least_information
-        seen = (norm, line, sampled, floor, self.clipped(state), clipping_norm)
+        told = self.clipped(state)
+        seen = (norm, line, sampled, floor, None if told is None else (told, clipping_norm))
         own = prior.Prior(self.problem, True)
         if (normal := own.exact({})) is not None:
             return noise_aware.of_gradients(state.trace, state.half, normal, *seen)

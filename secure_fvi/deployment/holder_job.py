@@ -151,7 +151,7 @@ class HolderJob:
         path = self.folder / "session"
         if not path.exists():
             return
-        with own_file(path, "put its newest copy back, or begin another job"):
+        with own_file(path):
             message = talk.CODEC.unpack(path.read_bytes(), talk.Open)
         session = talk.session_of(
             self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation

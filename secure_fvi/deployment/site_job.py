@@ -88,7 +88,6 @@ _log = logging.getLogger(__name__)
 #: The survivors that were signed for each question, over all sessions.
 _QUESTIONS, _COHORTS = "questions.signed", "cohorts.json"
 _TRACE = "trace"
-_PUT_BACK = "put its newest copy back, or begin another job"
 #: Sessions of a job that a site opens: each is another order of the ring, which a server sees before anything is sent.
 MOST_SESSIONS = 64
 #: Answers of a silo that a server may leave unused, and one more for every ten that it used; honest ones lose few.
@@ -251,7 +250,7 @@ class SiteJob:
         if not self._fresh.take(found.get(self.home.id, b"")):
             raise SessionLost("the session does not rest on this silo's fresh bytes")
         counted = self.folder / "sessions"
-        with own_file(counted, _PUT_BACK):
+        with own_file(counted):
             opened = int(counted.read_text()) if counted.exists() else 0
         if opened >= MOST_SESSIONS:
             raise ProtocolError(f"{MOST_SESSIONS} sessions of this job were opened here, as many as may be")
@@ -483,7 +482,7 @@ class SiteJob:
 
     def _held(self, silo: Silo, session: bytes, store: HeldStore) -> DurableSilo:
         """The silo with what the `store` of a session holds of it. Raises RecordError where that cannot be read."""
-        with own_file(self.folder / f"{session.hex()}.sqlite", _PUT_BACK):
+        with own_file(self.folder / f"{session.hex()}.sqlite"):
             return DurableSilo(silo, store)
 
     def _check_newest(self, party: DurableSilo) -> None:
@@ -605,7 +604,7 @@ class SiteJob:
             self._check_no_session()
             secret = os.urandom(32) if wanted is None else wanted
             write_atomically(path, sealer.seal(job, secret), private=True)
-        with own_file(path, _PUT_BACK):
+        with own_file(path):
             return sealer.open(job, path.read_bytes())
 
     def _check_no_session(self) -> None:
@@ -622,7 +621,7 @@ class SiteJob:
         path = self.folder / "session"
         if not path.exists():
             return b"", b""
-        with own_file(path, _PUT_BACK):
+        with own_file(path):
             message = CODEC.unpack(path.read_bytes(), Open)
         session = session_of(
             self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
@@ -678,8 +677,9 @@ class Cohort:
         self._before, self._left = home.state_folder / _COHORTS, left
         self._kept = _cohorts(home)
         self._begun = self._path.read_bytes() if self._path.exists() else None
-        if self._begun is not None and len(self._begun) != len(self._held):
-            raise RecordError(f"'{self._path}' is not what was written there: it is empty or damaged; {_PUT_BACK}")
+        with own_file(self._path):
+            if self._begun is not None and len(self._begun) != len(self._held):
+                raise ValueError(f"{len(self._begun)} bytes")
         if self._none:
             return
         if self._begun is not None and self._begun != self._held:

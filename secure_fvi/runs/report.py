@@ -55,6 +55,7 @@ def write_report(directory: Path) -> None:
         "objective": _picture(plots.objective(released), "The bound over the rounds") if released else None,
         "traffic": _picture(plots.traffic(metrics, len(result["silos"])), "Traffic of a silo") if metrics else None,
     }
+    rows = posterior_rows(result)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(number=_number, size=_size, shown=shown)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
@@ -62,7 +63,7 @@ def write_report(directory: Path) -> None:
         result=result,
         standing=standing(result),
         reason=reason(result),
-        counts=counts_noise(result["privacy"], point=not any(row.sd for row in posterior_rows(result))),
+        counts=counts_noise(result["privacy"], point=not any(row.sd for row in rows)),
         tells_lengths=_tells_lengths(config),
         run=(about := run.read_run()),
         left=what_left(config, len(result["silos"])),
@@ -73,8 +74,8 @@ def write_report(directory: Path) -> None:
         source=title(config),
         formula=result.get("formula"),
         methods=_methods(result, config, about),
-        posterior=posterior_rows(result)[:_MOST_ROWS],
-        left_out=max(0, len(posterior_rows(result)) - _MOST_ROWS),
+        posterior=rows[:_MOST_ROWS],
+        left_out=max(0, len(rows) - _MOST_ROWS),
         theta=posterior_rows({"posterior": {k: {"mean": v, "sd": v} for k, v in result["theta"].items()}})[:_MOST_ROWS],
         pictures=pictures,
         evidence=_optional(directory / EVIDENCE),

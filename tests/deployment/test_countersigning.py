@@ -483,6 +483,23 @@ class _Asked:
         self.found.server.state = before._replace(last_index=self.found.server.state.last_index)
         return self.sent()
 
+    def begun(self, copy: Path) -> ServerState:
+        """Where the server is after a round, of which the site's files are copied while its process is not there."""
+        self.sent()
+        self.found.sites["east"].close()
+        shutil.copytree(self.home.path, copy)
+        self.found.sites["east"] = Site(self.home, Local())
+        return self.found.server.state
+
+    def killed_before_its_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Asks; the site's process ends between what it keeps of the answer and the row of its log."""
+        with monkeypatch.context() as full:
+            full.setattr(Trail, "exchanges", _no_answer_written)
+            with pytest.raises(RecordError):
+                self.sent()
+        self.found.sites["east"].close()
+        self.found.sites["east"] = Site(self.home, Local())
+
     def close(self) -> None:
         for site in self.found.sites.values():
             site.close()
@@ -522,19 +539,10 @@ def test_so_it_is_where_the_log_lacks_that_answer_too(
     if not rule:
         monkeypatch.setattr(site_job, "kept_charged", lambda *_: 0)
     asked = _Asked(world, tmp_path)
-    asked.sent()
-    before = asked.found.server.state
-    asked.found.sites["east"].close()
-    shutil.copytree(asked.home.path, tmp_path / "copy")
-    asked.found.sites["east"] = Site(asked.home, Local())
+    before = asked.begun(tmp_path / "copy")
     if lost == "not written":
-        with monkeypatch.context() as full:
-            full.setattr(Trail, "exchanges", _no_answer_written)
-            with pytest.raises(RecordError):
-                asked.sent()
+        asked.killed_before_its_row(monkeypatch)
         monkeypatch.setattr(site_of, "Exchange", lambda *what: Exchange(*what[:4]))
-        asked.found.sites["east"].close()
-        asked.found.sites["east"] = Site(asked.home, Local())
         first = asked.again(before)
     else:
         first = asked.sent()
@@ -556,17 +564,8 @@ def test_a_log_whose_row_a_kill_left_out_has_that_charge_once_it_is_asked_for_ag
     answer is asked for again, says that it was charged: so the state is not put back with what the site has seen. The
     control goes by what was kept, so that the log lacks the charge for good."""
     asked = _Asked(world, tmp_path)
-    asked.sent()
-    before = asked.found.server.state
-    asked.found.sites["east"].close()
-    shutil.copytree(asked.home.path, tmp_path / "copy")
-    asked.found.sites["east"] = Site(asked.home, Local())
-    with monkeypatch.context() as full:
-        full.setattr(Trail, "exchanges", _no_answer_written)
-        with pytest.raises(RecordError):
-            asked.sent()
-    asked.found.sites["east"].close()
-    asked.found.sites["east"] = Site(asked.home, Local())
+    before = asked.begun(tmp_path / "copy")
+    asked.killed_before_its_row(monkeypatch)
     if not rule:
         monkeypatch.setattr(SiteJob, "charged", lambda *_: "")
     first = asked.again(before)

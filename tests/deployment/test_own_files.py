@@ -22,7 +22,7 @@ from secure_fvi.silo import UNANSWERABLE
 
 
 @contextlib.contextmanager
-def _as_it_comes(path: Path, remedy: str) -> Iterator[None]:
+def _as_it_comes(path: Path, remedy: str = "") -> Iterator[None]:
     """`own_file` of a site that says nothing of its files."""
     yield
 

@@ -375,9 +375,10 @@ def answers_of(
     for z, g, h, told in zip(found.z[:, first:], found.g[:, first:], found.h, found.clipped, strict=True):
         seen = traced(z, g, variance) if curved is None else traced(z, g, variance, h, curved.unit)
         said = *seen, prior, norm, line, False
-        answers.append(noise_aware.of_gradients(*said, None, told, privacy.clipping_norm))
+        cuts = None if told is None else (told, privacy.clipping_norm)
+        answers.append(noise_aware.of_gradients(*said, None, cuts))
         if floor is not None:
-            narrowed.append(noise_aware.of_gradients(*said, floor, told, privacy.clipping_norm))
+            narrowed.append(noise_aware.of_gradients(*said, floor, cuts))
     return answers, narrowed
 
 
