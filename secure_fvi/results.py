@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.distributions import transform_to
 
-from secure_fvi.algorithms.base import FEW_CUT, FEW_FAR, Clipped, Posterior, Problem, Verdict
+from secure_fvi.algorithms.base import FEW_FAR, Clipped, Posterior, Problem, Verdict
 from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params, param_constraint, param_start, running
@@ -33,7 +33,6 @@ from secure_fvi.draws import LocalPosterior, SitePosterior, SitePosteriors, draw
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.files import write_atomically
-from secure_fvi.objective import EDGES
 from secure_fvi.program_density import choice, has_no_density, observed_value, record_dim
 from secure_fvi.randomness import seeded
 from secure_fvi.summary import (
@@ -118,23 +117,16 @@ def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict
 def _many_cut(found: Clipped, norm: float) -> str | None:
     """What to say where many gradients are known to be cut under a clipping norm; None: they are not. Rounds around q
     told it. Gradients have all of that norm but what else is said of a record has: curvature, objective, lengths."""
-    one = EDGES.index(1)
-    left = found.edges[one] if found.edges[one] < _WHOLE * norm else norm
-    far, error = found.beyond(one + 1)
+    left = min(norm, found.edges[found.unit])
+    far, error = found.beyond(found.unit + 1)
     if found.share - 2 * found.error <= MANY_CUT and far - 2 * error <= FEW_FAR:
         return None
-    enough = found.enough
     return (
         f"{found.share:.0%} (+- {2 * found.error:.0%}) of records' gradients are longer than clipping_norm = {norm:g} "
-        + (f"leaves them, {left:.3g}, " if left < norm else "")
+        + (f"leaves them, {left:.3g}, " if left < _WHOLE * norm else "")
         + "and were cut: where more are cut on one side than on the other, as in a logistic regression, most of a "
         "rare outcome, or skewed residuals, or those that tell the sd of errors, means are off by more than sds say; "
-        + (
-            f"{FEW_CUT:.0%} at most (+- {2 * found.beyond(enough)[1]:.0%}) are longer than {norm * EDGES[enough]:.3g}"
-            if enough
-            else f"some are longer than {EDGES[-1] * left:.3g}"
-        )
-        + ", near where this run ended: take a longer norm, or bring the response and columns to a scale near 1"
+        f"{found.advice(norm)}, or bring the response and columns to a scale near 1"
     )
 
 

@@ -228,7 +228,7 @@ def test_it_says_how_many_gradients_it_cut_and_names_a_norm(rate: float) -> None
         assert abs(found["records"] - 1500) < 0.5 * 1500
         assert f"{found['share']:.1%} (+- " in str(result.summary())
     assert "clipping_norm = 1 " in told[0]
-    assert re.search(r"at most \(\+- \d+%\) are longer than 4,", told[0])
+    assert re.search(r"take a clipping_norm of 4, than which \d+% at most \(\+- \d+%\) are longer", told[0])
 
 
 @pytest.mark.parametrize("from_the_start", [False, True])
