@@ -142,6 +142,11 @@ class LocalFitOptions:
             return self.learning_rate
         return {NATURAL: 0.3, FIXED_POINT: 0.5, GRADIENT: 0.1}.get(self.local_optimizer, 0.05)
 
+    @property
+    def by_steps(self) -> bool:
+        """Whether privacy's noise is in each step of a fit."""
+        return False
+
     def traced_calls(self, fits: int) -> int:
         """Traced calls of a silo without latents of its own that makes so many local fits."""
         return 1 if self.local_optimizer in EXACT else fits * self.local_steps // self.steps_in_a_call
@@ -182,14 +187,16 @@ class Families:
         #: Of own latents, for what natural gradients are not taken of.
         self.optimizer = Optimizer("adam", config.local_learning_rate)
         self.by_row = config.sampling_rate < 1
-        whole = self.full and not self.by_row and problem.privacy is None and config.local_optimizer == NATURAL
+        whole = self.full and not self.by_row and config.local_optimizer == NATURAL
+        private = problem.privacy is not None
         #: Whether a silo's latents are integrated out around their mode, rather than fitted.
-        self.eliminates = whole and eliminates(problem) and config.silo_family == Conditional()
+        self.eliminates = whole and not private and eliminates(problem) and config.silo_family == Conditional()
         #: Whether steps are Newton's, by many draws, rather than along the gradient at one.
         self.newton = self.eliminates or (
             whole and self.samples == 1 and self.n + self.n_silo <= _NEWTON_TO
             and isinstance(config.local_family, Conditional)
             and not self.local.couples_records and not self.silo.couples_records
+            and not (private and (self.has_latents or config.by_steps))
         )  # fmt: skip
         spare = _SPARE + self.n_silo if self.has_latents and not self.eliminates else 0
         self.draws = 2 * max(_PAIRS, self.n + spare) if self.newton else 1
@@ -569,16 +576,21 @@ class SiloFit:
     def _until_settled(self, steps: int, visits: int, share: float) -> Callable[[Carry], Tensor | None]:
         """What gives the rates of Newton's next step, a row of `schedule`, from where the last ended: full steps until
         these go nowhere but to and fro, at most `steps`, then short ones, which are averaged; None when they are
-        made, or all further ones would be the same."""
+        made, or all further ones would be the same. Under privacy the data have no say in how many there are."""
         rate, count = share * self.config.decay**visits, min(_ENDING, steps // 4)
+        most, private = steps - count, self.problem.privacy is not None
+        if private:
+            slowest = rate * self.families.first_rate(True) * self.config.scale_rate
+            most = min(most, math.ceil(_NEWTON_STEPS * (1 if visits else FIRST_FIT) / slowest))
         seen: list[Tensor] = []
         ending = iter(range(count))
 
         def rates(carry: Carry) -> Tensor | None:
             loc, sd, value = carry.q["loc"], carry.q["factor"].norm(dim=1), carry.average["value"]
-            if len(seen) < steps - count and not settled(seen):
+            if len(seen) < most and (private or not settled(seen)):
                 seen.append(torch.cat([loc, sd, value]))
-                if (self.families.eliminates or not self.families.has_latents) and at_rest(seen):
+                alone = self.families.eliminates or not self.families.has_latents
+                if alone and not private and at_rest(seen):
                     return None
                 return loc.new_tensor([[rate, 1.0 if visits else _FIRST, 1.0]])
             last = next(ending, None)

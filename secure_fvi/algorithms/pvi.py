@@ -171,12 +171,16 @@ class PVI(LocalFitOptions):
     def expected_calls(self) -> int:
         return self.traced_calls(self.rounds or 10)
 
+    @property
+    def by_steps(self) -> bool:
+        return self.private == "steps"
+
     def asked(self, silos: int) -> int:
         """Silos of a round, of so many."""
         return {"synchronous": silos, "sequential": 1, "asynchronous": self.buffer}[self.schedule]
 
     def declare(self, silos: int, private: bool) -> Declaration:
-        by_steps = private and self.private == "steps"
+        by_steps = private and self.by_steps
         names: dict[str, Cohort] = {"synchronous": "all", "sequential": "sequential", "asynchronous": "asynchronous"}
         parts = self.virtual_clients
         what = "the change of its site" if parts == 1 else f"the change of its sites of {parts} parts, added up"
@@ -535,7 +539,7 @@ class PVIProgram(Program):
     @property
     def by_steps(self) -> bool:
         """Whether noise is in the steps of local fits rather than in changes."""
-        return bool(self.config.private == "steps")
+        return bool(self.config.by_steps)
 
     def _check(self) -> None:
         config, privacy = self.config, self.problem.privacy

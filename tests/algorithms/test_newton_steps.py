@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from programs import make_intercepts
-from pvi_world import REGRESSION, build, make_regression
+from pvi_world import REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
@@ -138,6 +138,55 @@ def test_where_newton_is_not_sound_steps_are_by_one_draw() -> None:
     assert Families(sf.PVI(), problem).newton
     for options in ({"sampling_rate": 0.5}, {"family": "diagonal"}, {"local_optimizer": "adam"}):
         assert not Families(sf.PVI(**options), problem).newton  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("unit", [sf.SiloDP, sf.RecordDP])
+def test_under_privacy_the_data_have_no_say_in_when_a_fit_ends(unit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """25 full steps and 12 short ones, four times the full ones in a first fit, and more at a lower rate. The control:
+    without privacy the same two silos' fits end when they have settled. With next to no noise q is the exact one."""
+    taken = [0]
+
+    def counted(block: StepBlock, *args: Any) -> Any:
+        taken[-1] += 1
+        return advance(block, *args)
+
+    advance = StepBlock.__call__
+    monkeypatch.setattr(StepBlock, "__call__", counted)
+    silos, exact = make_regression((40, 20))
+    wild = [{**silo, "y": 30 * silo["y"]} for silo in silos]
+    privacy = unit(noise_multiplier=1e-6, clipping_norm=1e4, noise="silo")
+
+    def fitted(data: Any, privacy: Any = None, rounds: int = 1, **options: Any) -> Any:
+        taken.append(0)
+        algorithm = sf.PVI(rounds=rounds, damping=1.0, **options)
+        given = {} if privacy is None else {"noise_key": b"k" * 32, "privacy": privacy}
+        server, engine, _ = build_parties(REGRESSION, data, algorithm, sf.Plain(), **given)
+        world = World(server, engine)
+        for _ in range(rounds):
+            world.round()
+        return world.state.q
+
+    q = fitted(silos, privacy)
+    fitted(wild, privacy, 2)
+    fitted(silos, privacy, learning_rate=0.5)
+    assert taken[1:] == [2 * 112, 2 * (112 + 37), 2 * 212]
+    torch.testing.assert_close(q.mean(), exact.mean(), rtol=0, atol=1e-3)
+    torch.testing.assert_close(q.precision, exact.precision, rtol=1e-2, atol=0.1)
+    fitted(silos)
+    monkeypatch.setattr(local_fit, "_REST", -1.0)
+    fitted(silos)
+    assert taken[-2] != taken[-1] != taken[1]
+
+
+def test_under_privacy_steps_that_are_noised_and_those_of_latents_are_by_one_draw() -> None:
+    private, latents = sf.RecordDP(epsilon=1.0, noise="silo"), make_intercepts()
+    for model, silos, algorithm, newton in (
+        (REGRESSION, make_regression((5,))[0], sf.PVI(rounds=1), True),
+        (REGRESSION, make_regression((5,))[0], sf.PVI(rounds=1, private="steps", scale_rate=0.2), False),
+        (latents.model, latents.silos, sf.PVI(rounds=1), False),
+    ):
+        server, _, _ = build_parties(model, silos, algorithm, sf.Plain(), privacy=private, noise_key=b"k" * 32)
+        assert server.program.families.newton == newton  # type: ignore[attr-defined]
 
 
 def test_fits_of_few_steps_are_not_compiled() -> None:
