@@ -187,16 +187,16 @@ class Families:
         #: Of own latents, for what natural gradients are not taken of.
         self.optimizer = Optimizer("adam", config.local_learning_rate)
         self.by_row = config.sampling_rate < 1
-        whole = self.full and not self.by_row and config.local_optimizer == NATURAL
+        whole = self.full and not self.by_row and not config.by_steps and config.local_optimizer == NATURAL
         private = problem.privacy is not None
         #: Whether a silo's latents are integrated out around their mode, rather than fitted.
-        self.eliminates = whole and not private and eliminates(problem) and config.silo_family == Conditional()
+        self.eliminates = whole and eliminates(problem) and config.silo_family == Conditional()
         #: Whether steps are Newton's, by many draws, rather than along the gradient at one.
         self.newton = self.eliminates or (
             whole and self.samples == 1 and self.n + self.n_silo <= _NEWTON_TO
             and isinstance(config.local_family, Conditional)
             and not self.local.couples_records and not self.silo.couples_records
-            and not (private and (self.has_latents or config.by_steps))
+            and not (private and self.has_latents)
         )  # fmt: skip
         spare = _SPARE + self.n_silo if self.has_latents and not self.eliminates else 0
         self.draws = 2 * max(_PAIRS, self.n + spare) if self.newton else 1

@@ -10,15 +10,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pvi_world import World
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.algorithms import local_fit
 from secure_fvi.algorithms.local_fit import Families, _balanced, _pairs, at_mean, marginal_gradient
+from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.pvi import PVIProgram
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.families import conditional
+from secure_fvi.fitting import build_parties
 
 COLUMNS = {
     "y": Column("number", centre=0, scale=2), "x": Column("number", centre=0, scale=1), "ward": Column("id"),
@@ -124,6 +130,53 @@ def test_where_it_is_not_sound_latents_are_fitted_as_before() -> None:
     ):  # fmt: skip
         assert not Families(sf.PVI(**options), problem).eliminates  # type: ignore[arg-type]
     assert not sf.glmm(CROSSED, "student", dictionary=Dictionary(COLUMNS)).concave
+
+
+def _wards(x: Tensor, y: Tensor, ward: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+    spread = pyro.sample("spread", dist.LogNormal(0.0, 0.5))
+    u = pyro.sample("u", dist.Normal(torch.zeros(3), spread).to_event(1))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(b[0] + b[1] * x + u[ward], 0.5), obs=y)
+
+
+def test_under_privacy_they_are_integrated_out_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With next to no noise q is where it is without privacy. The control: by steps of their own it is not."""
+    rng = torch.Generator().manual_seed(0)
+    silos = []
+    for _ in range(2):
+        x, ward = torch.randn(30, generator=rng), torch.arange(30) % 3
+        silos.append({"x": x, "y": 1 + x + torch.randn(3, generator=rng)[ward] + 0.5 * torch.randn(30, generator=rng)})
+        silos[-1]["ward"] = ward
+    model = sf.FederatedModel(_wards, silo_sites=("u",), record_plate="row")
+    monkeypatch.setattr(sf.FederatedModel, "concave", True)
+    privacy = sf.SiloDP(noise_multiplier=1e-6, clipping_norm=1e4, noise="silo")
+
+    def fitted(privacy: sf.SiloDP | None = None) -> Natural:
+        given: Any = {} if privacy is None else {"privacy": privacy, "noise_key": b"k" * 32}
+        algorithm = sf.PVI(rounds=1, damping=1.0, local_steps=50)
+        server, engine, _ = build_parties(model, silos, algorithm, sf.Plain(), compile=False, **given)
+        world = World(server, engine)
+        world.round()
+        q: Natural = world.state.q
+        return q
+
+    plain = fitted()
+    root = torch.linalg.cholesky(torch.linalg.inv(plain.precision))
+
+    def off(q: Natural) -> tuple[float, float]:
+        """How far its mean is, in sds, and its precision, in that of the plain one."""
+        turned = root.mT @ q.precision @ root
+        return float(((q.mean() - plain.mean()) / plain.stddev()).abs().max()), float(
+            (turned - torch.eye(3)).abs().max()
+        )
+
+    found = off(fitted(privacy))
+    monkeypatch.setattr(local_fit, "eliminates", lambda problem: False)
+    by_steps = off(fitted(privacy))
+    print(found, by_steps)
+    assert max(found) < 0.1
+    assert max(by_steps) > 0.3
 
 
 def test_draws_of_a_step_have_the_moments_of_the_normal() -> None:
