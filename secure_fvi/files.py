@@ -62,6 +62,16 @@ def own_file(path: Path, remedy: str = "put its newest copy back, or begin anoth
         raise RecordError(f"'{path}' is not what was written there: {why}; {remedy}") from error
 
 
+@contextlib.contextmanager
+def own_files() -> Iterator[None]:
+    """Likewise of a party's own files whose readers raise InputError that names them and says what to do, as of rosters
+    and keys."""
+    try:
+        yield
+    except InputError as error:
+        raise RecordError(str(error)) from error
+
+
 def make_private(folder: Path) -> None:
     """A folder that its owner alone may enter, and so each that is missing above it. One that is there, and this
     user's, is closed to all others. Raises OSError."""

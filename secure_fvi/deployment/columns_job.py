@@ -80,7 +80,7 @@ from secure_fvi.deployment.trail import MATCHED
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
-from secure_fvi.files import write_atomically
+from secure_fvi.files import own_file, write_atomically
 from secure_fvi.privacy.chain import signed
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.runs.columns import response_columns, row_ids, silo_columns
@@ -208,7 +208,11 @@ class ColumnsJob(SiteJob):
         file = Path(name.rpartition(":")[0])
         said = hashlib.sha256(name.encode() + (file.read_bytes() if file.is_file() else b"")).digest()
         path = self.folder / "predictor"
-        if path.exists() and path.read_bytes() != said:
+        begun = path.read_bytes() if path.exists() else said
+        with own_file(path):
+            if len(begun) != len(said):
+                raise ValueError(f"{len(begun)} bytes")
+        if begun != said:
             raise PolicyError(
                 f"silo '{self.home.id}': its predictor is not that which the job began with; put that file back"
             )
@@ -323,7 +327,7 @@ class ColumnsJob(SiteJob):
         if self.decision.matched and not store.exists():
             return
         assert rule is not None
-        self._evaluated = open_held(store, home.state_secret(), power_safe=True)
+        self._evaluated = open_held(store, home.state_secret(), power_safe=True, begun=self.decision.matched)
         if not self.decision.matched:
             self._tell(MATCHED, f"people of data set '{offer.data_set}'")
         roster, identity = self.decision.roster, home.identity_in(self.decision.roster)
@@ -383,8 +387,9 @@ class ColumnsJob(SiteJob):
         return sorted_order(self._prepared, digest(b"response-listed", self.decision.offer.hash, silo.encode()))
 
     def _opener(self) -> X25519PrivateKey:
-        kept = self._sealer.open(self._key_slot, (self.folder / _KEY).read_bytes())
-        return X25519PrivateKey.from_private_bytes(kept)
+        path = self.folder / _KEY
+        with own_file(path):
+            return X25519PrivateKey.from_private_bytes(self._sealer.open(self._key_slot, path.read_bytes()))
 
     @property
     def _key_slot(self) -> str:
@@ -464,7 +469,8 @@ class ColumnsJob(SiteJob):
 
     def _kept_response(self) -> bytes | None:
         path = self.folder / _RESPONSE
-        return self._sealer.open(self.decision.offer.job, path.read_bytes()) if path.exists() else None
+        with own_file(path):
+            return self._sealer.open(self.decision.offer.job, path.read_bytes()) if path.exists() else None
 
 
 def _response(

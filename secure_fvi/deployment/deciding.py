@@ -24,6 +24,7 @@ from secure_fvi.errors import (
     SessionLost,
     told,
 )
+from secure_fvi.files import own_files
 from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.settings import RecordDP, exact_totals
 from secure_fvi.runs.config import Config, Model, chosen
@@ -142,9 +143,11 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
 
     An id stands for one offer: another offer of the same id is refused, and so is one of a job that has `FINISHED`.
     Either way the log says so before this returns. What the job will cost is the ledger's question, and how much noise
-    it adds `policy_check.check_terms`'s; both come once the model is traced.
+    it adds `policy_check.check_terms`'s; both come once the model is traced. RecordError where this site's own roster
+    cannot be read.
     """
-    roster = home.roster(now)
+    with own_files():
+        roster = home.roster(now)
     try:
         policy = read_policy(home.policy_file)
     except InputError as error:  # which names files; it may be half written, and is nobody else's fault

@@ -95,7 +95,10 @@ class HolderJob:
             return session
         if self._next is None or message.holder != self._hash(self._next):
             raise SessionLost("the session does not rest on this key holder's newest key")
-        roster = self._roster(session, message)
+        try:
+            roster = self._roster(session, message)
+        except InputError as error:  # of job and roster
+            raise ProtocolError(str(error)) from None
         key, self._next = self._next, None
         path = self.folder / f"{session.hex()}.sqlite"
         store = open_held(path, self.home.state_secret())

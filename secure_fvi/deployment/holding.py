@@ -20,6 +20,7 @@ from secure_fvi import wire
 from secure_fvi.aggregation.store import NONE, SealedStore, SqliteStore, Still, Store
 from secure_fvi.algorithms.base import Pending
 from secure_fvi.errors import InputError
+from secure_fvi.files import own_file
 from secure_fvi.messages import ROUND
 from secure_fvi.silo import Answer, Past, Silo
 from secure_fvi.states import moves, pack_state, unpack_state
@@ -47,18 +48,27 @@ def open_store(path: Path, power_safe: bool = False) -> SqliteStore:
     return SqliteStore(path, power_safe=power_safe or not boot_id())
 
 
-def open_held(path: Path, secret: bytes, power_safe: bool = False, job: str | None = None) -> HeldStore:
+def open_held(
+    path: Path, secret: bytes, power_safe: bool = False, job: str | None = None, begun: bool = False
+) -> HeldStore:
     """Such a store in the file `path`, its values sealed with the site's `secret` (32 bytes) for this file of `job`:
-    the one of whose name its folder is, unless said; files of other jobs have the same names."""
+    the one of whose name its folder is, unless said; files of other jobs have the same names.
+
+    begun: something was written there before. Raises RecordError where it is gone or empty then, which SQLite would
+    take for a new one: the party would have forgotten what it answered."""
+    with own_file(path):
+        if begun and not (path.exists() and path.stat().st_size):
+            raise ValueError("nothing is there")
     inner = open_store(path, power_safe)
-    return HeldStore(SealedStore(inner, secret, f"{job or path.parent.name}/{path.name}".encode()), inner.close)
+    return HeldStore(SealedStore(inner, secret, f"{job or path.parent.name}/{path.name}".encode()), inner.close, path)
 
 
 class HeldStore:
-    """A store whose writes within `together` reach the disk as one, or not at all."""
+    """A store whose writes within `together` reach the disk as one, or not at all. What it reads raises RecordError,
+    which names the file `path`, where that was altered."""
 
-    def __init__(self, inner: Store, close: Callable[[], None]) -> None:
-        self.inner, self.close = inner, close
+    def __init__(self, inner: Store, close: Callable[[], None], path: Path = Path("a store in memory")) -> None:
+        self.inner, self.close, self._path = inner, close, path
         self._held: dict[str, bytes] | None = None
         self._rising: dict[str, int] = {}
         self._still: dict[str, int | None] = {}
@@ -78,7 +88,8 @@ class HeldStore:
             self._held, self._rising, self._still = None, {}, {}
 
     def claim(self, slot: str, value: bytes, settle: bool = True, still: Still = NONE) -> bytes:
-        return self.inner.claim(slot, value, settle, still)
+        with own_file(self._path):
+            return self.inner.claim(slot, value, settle, still)
 
     def put_now(self, slots: Mapping[str, bytes]) -> None:
         """Not held back: what has to be known whatever comes of the rest."""
@@ -95,7 +106,8 @@ class HeldStore:
     def get(self, slot: str) -> bytes | None:
         if self._held is not None and slot in self._held:
             return self._held[slot]
-        return self.inner.get(slot)
+        with own_file(self._path):
+            return self.inner.get(slot)
 
     def risen(self, slot: str) -> int:
         return max(self._rising.get(slot, -1), self.inner.risen(slot))
@@ -106,7 +118,7 @@ class HeldStore:
     def same_boot(self) -> bool:
         """Whether the machine has not been restarted since the store was begun."""
         now = boot_id()
-        return not now or self.inner.claim(_BOOT, now) == now
+        return not now or self.claim(_BOOT, now) == now
 
 
 class DurableSilo:

@@ -38,7 +38,7 @@ from secure_fvi.deployment.certificates import make_certificate, pem_of, read_ce
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, load_roster, parse_roster, trusted
 from secure_fvi.deployment.names import Id, Role, Table, check_id, now, parse_table
 from secure_fvi.errors import HomeError, InputError, ProtocolError, RecordError
-from secure_fvi.files import make_private, read_bytes, write_bytes
+from secure_fvi.files import make_private, own_files, read_bytes, write_bytes
 from secure_fvi.key_files import (
     TlsFiles,
     check_sealed,
@@ -198,15 +198,27 @@ class Home:
         return _p256(self.path / file, self.passphrase)
 
     def state_secret(self) -> bytes:
-        """32 bytes that seal what the parties keep between messages; made when first asked for."""
+        """32 bytes that seal what the parties keep between messages; made when first asked for. Raises RecordError
+        where it is gone, or cannot be read, and a job that goes on here rests on it."""
         path = self.path / "state.key"
         if not path.exists():
+            self._check_nothing_sealed(path)
             store_private(path, Ed25519PrivateKey.generate(), self.passphrase, not self.sealed)
         # It signs nothing: the form is that of the other keys, so that the same passphrase guards it.
-        key = load_private(path, self.passphrase)
+        with own_files():
+            key = load_private(path, self.passphrase)
         if not isinstance(key, Ed25519PrivateKey):
-            raise InputError(f"'{path}' holds a key of another kind than the one that was made here")
+            raise RecordError(f"'{path}' holds a key of another kind than the one that was made here")
         return key.private_bytes_raw()
+
+    def _check_nothing_sealed(self, path: Path) -> None:
+        """Raises RecordError where a job is under way: under another key a site takes its own rows for others."""
+        begun = sorted(p.parent for p in (self.state_folder / "jobs").glob("*/session"))
+        if going := [folder for folder in begun if not (folder / "ended").exists()]:
+            raise RecordError(
+                f"'{path}' is gone, with which what is kept of job '{going[0].name}' was sealed; put its newest copy "
+                f"back, or remove '{going[0]}' and begin another job"
+            )
 
     def certificate(self, file: str = "tls.crt") -> x509.Certificate:
         path = self.path / file

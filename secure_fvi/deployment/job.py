@@ -245,6 +245,13 @@ def read_offer(
     return offer
 
 
+def offer_hash(message: bytes) -> bytes:
+    """`JobOffer.hash` of the offer in `message`, which nobody has looked at yet. Raises ProtocolError for no offer."""
+    envelope = _CODEC.unpack(message, _Signed)
+    _CODEC.unpack(envelope.offer, _Offer)
+    return hashlib.sha256(LABEL_OFFER + envelope.offer).digest()
+
+
 def _parse(text: str) -> Config:
     try:
         table = wording.loads(text)

@@ -30,7 +30,7 @@ from secure_fvi.deployment.fence import KeptTrace, model_for
 from secure_fvi.deployment.going import Stand, Teller
 from secure_fvi.deployment.holding import boot_id, open_store
 from secure_fvi.deployment.home import Home
-from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_offer, silo_ids
+from secure_fvi.deployment.job import JobOffer, make_offer, offer_hash, read_offer, sign_offer, silo_ids
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import now
 from secure_fvi.deployment.site_job import check_supported
@@ -43,7 +43,7 @@ from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, SessionLost
 from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, Schema, check_schemas_agree
-from secure_fvi.files import write_atomically
+from secure_fvi.files import own_file, write_atomically
 from secure_fvi.fitting import result_of
 from secure_fvi.messages import SUM
 from secure_fvi.mixed_model import MixedModel
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from secure_fvi.deployment.columns_server import ServerColumns
 
 _log = logging.getLogger(__name__)
+_BEGIN = "put its newest copy back; without one, remove it, and another session is opened"
 _MOST_SESSIONS = 100  # opened anew in one process; a machine that restarts more often needs another remedy
 
 
@@ -375,7 +376,11 @@ class Hub:
     def _believed(self) -> int:
         """The last sum charged before the session that was opened last, by the silos' word then."""
         path = self._kept / "charged"
-        return int.from_bytes(path.read_bytes(), "big") if path.exists() else 0
+        content = path.read_bytes() if path.exists() else bytes(8)
+        with own_file(path):
+            if len(content) != 8:
+                raise ValueError(f"{len(content)} bytes")
+        return int.from_bytes(content, "big")
 
     def _end(self, server: Server, result: Result) -> None:
         """Tell the silos, so that each keeps its own posterior; under `drop`, one that is away does not learn of it."""
@@ -409,7 +414,7 @@ class Hub:
         if self._guards.holder is not None:
             chain = read_ledger(home.ledger_file, home.id)[home.id]
             ledgers[home.id] = (chain.length, chain.head)
-        opened = talk.CODEC.unpack((self._kept / "session").read_bytes()[64:], talk.Open)
+        _, opened = self._opened()
         return Evidence.model_validate({
             "format": 1, "job": offer.job, "offer": offer.hash.hex(), "server": home.id, "model": offer.model.hex(),
             "roster": {"number": roster.serial, "hash": roster.hash.hex(),
@@ -430,6 +435,8 @@ class Hub:
         of, path, home = self._of, self._kept / "offer", self._of.home
         if path.exists():
             signed = path.read_bytes()
+            with own_file(path):
+                offer_hash(signed)
             known = {r.fields["offer"] for r in self._trail.chain.jobs.values()}
             offer = read_offer(signed, self._roster, home.id, now(), known)
             self._log_offer(offer)
@@ -479,11 +486,17 @@ class Hub:
         path = self._kept / "session"
         if not path.exists():
             return None
-        content = path.read_bytes()
-        message = talk.CODEC.unpack(content[64:], talk.Open)
+        boot, message = self._opened()
         session = self._name(message)
-        same = content[:64] == boot_id().ljust(64, b"\0") and all(j.session == session for j in joined.values())
+        same = boot == boot_id().ljust(64, b"\0") and all(j.session == session for j in joined.values())
         return message if same and (self._kept / f"{session.hex()}.sqlite").exists() else None
+
+    def _opened(self) -> tuple[bytes, talk.Open]:
+        """The session that was opened last, and the start of the machine in which it was."""
+        path = self._kept / "session"
+        with own_file(path, _BEGIN):
+            content = path.read_bytes()
+            return content[:64], talk.CODEC.unpack(content[64:], talk.Open)
 
     def _name(self, message: talk.Open) -> bytes:
         return talk.session_of(self._roster, self.offer.within(message.schema), message, self._of.aggregation)

@@ -21,6 +21,7 @@ from secure_fvi.deployment.countersigning import answer as countersign
 from secure_fvi.deployment.deciding import FINISHED, OUTCOMES, Decision, decide
 from secure_fvi.deployment.going import Stand, Teller, Unfit
 from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.job import offer_hash
 from secure_fvi.deployment.names import now, printable
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange
@@ -32,12 +33,11 @@ from secure_fvi.errors import (
     InputError,
     PolicyError,
     ProtocolError,
-    RecordError,
     SecureFVIError,
     SessionLost,
     told,
 )
-from secure_fvi.files import write_atomically
+from secure_fvi.files import own_file, own_files, write_atomically
 from secure_fvi.key_files import TlsFiles
 from secure_fvi.messages import ROUND
 from secure_fvi.silo import UNANSWERABLE
@@ -171,7 +171,7 @@ class Site:
     def _join(self, job: str, offer: bytes) -> bytes:
         kept = job_folder(self.home, job) / "ended"
         if kept.exists():  # the server lost its connection, or itself, while the job was ending
-            return kept.read_bytes()
+            return talk.CODEC.pack(_said_at_the_end(kept))
         if self._job is None or self._job.decision.offer.job != job:
             self._take(job, offer)
         assert self._job is not None
@@ -181,10 +181,8 @@ class Site:
         """Decide on a job and build its party. Raises what `decide` and `SiteJob` raise."""
         self._let_go()
         self._under = self._rules()
-        try:
+        with own_files():  # of a ledger that cannot be read
             check_seen(self.home, self._trail)
-        except InputError as error:  # of a ledger that cannot be read, which is no fault of the data
-            raise RecordError(str(error)) from error
         decision = decide(self.home, offer, self._trail, now(), met=self._met)
         self._met = False
         if decision.offer.job != job:
@@ -200,11 +198,13 @@ class Site:
 
     def _rules(self) -> tuple[int, ...]:
         """Tells the roster in force and the policy as it lies there from others."""
+        with own_files():
+            in_force = self.home.in_force
         try:
             seen = self.home.policy_file.stat()
         except FileNotFoundError:
-            return (self.home.in_force,)
-        return self.home.in_force, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
+            return (in_force,)
+        return in_force, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
     def _made(self, decision: Decision) -> SiteJob | HolderJob:
         if self.home.role == "holder":  # a site loads what it runs
@@ -229,9 +229,18 @@ class Site:
             path = job_folder(self.home, job) / "offer"
             if not path.exists():
                 raise ProtocolError(f"job '{job}' has not been offered to this site")
-            self._take(job, path.read_bytes())
+            self._take(job, self._kept_offer(job, path))
         assert self._job is not None
         return self._job
+
+    def _kept_offer(self, job: str, path: Path) -> bytes:
+        """The offer that was accepted, of whose hash the log has a row. Raises RecordError where it is another."""
+        with own_file(path, "put its newest copy back, or start the server again, which offers the job anew"):
+            offer, known = path.read_bytes(), self._trail.chain.jobs.get(job)
+            found = offer_hash(offer)
+            if known is not None and found != known.fields["offer"]:
+                raise ValueError("another offer")
+        return offer
 
     def _opened(self, job: str, message: talk.Open) -> bytes:
         found = self._open_job(job)
@@ -244,7 +253,7 @@ class Site:
         path = job_folder(self.home, job) / "ended"
         if not path.exists():
             return None
-        session = talk.CODEC.unpack(path.read_bytes(), talk.Joined).session  # none where it was lost before the end
+        session = _said_at_the_end(path).session  # none where it was lost before the end
         return talk.CODEC.pack(talk.Opened(session or bytes(32)))
 
     def _end(self, job: str, message: talk.End) -> bytes:
@@ -264,6 +273,11 @@ class Site:
         if self._on_end is not None:
             self._on_end(job, path)
         return talk.CODEC.pack(talk.Ended())
+
+
+def _said_at_the_end(path: Path) -> talk.Joined:
+    with own_file(path, "put its newest copy back; the job is over here, and its result is in `results`"):
+        return talk.CODEC.unpack(path.read_bytes(), talk.Joined)
 
 
 def _for_trail(error: Exception) -> str:

@@ -564,7 +564,9 @@ class SiteJob:
         silos, identity = self.decision.offer.silos, self.home.identity_in(roster)
         missing = self.decision.policy.max_missing(self.disclosed.exact)
         if self._questions is None:  # it outlives sessions: for one question one set of survivors is signed
-            self._questions = open_held(self.folder / _QUESTIONS, self.home.state_secret(), power_safe=True)
+            begun = (self.folder / "session").exists()
+            secret = self.home.state_secret()
+            self._questions = open_held(self.folder / _QUESTIONS, secret, power_safe=True, begun=begun)
         opened = OpenSession(roster, session, silos, self.aggregation, holder)
         return silo_sum(opened, store, self.home.id, identity, least, missing, self._questions)
 
@@ -631,7 +633,7 @@ class SiteJob:
     def _kept_store(self) -> HeldStore | None:
         session, _ = self._kept_session()
         path = self.folder / f"{session.hex()}.sqlite"
-        return open_held(path, self.home.state_secret()) if session and path.exists() else None
+        return open_held(path, self.home.state_secret(), begun=True) if session and path.exists() else None
 
     def _new_store(self, session: bytes) -> HeldStore:
         path = self.folder / f"{session.hex()}.sqlite"

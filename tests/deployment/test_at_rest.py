@@ -11,7 +11,7 @@ import pytest
 from secure_fvi.cli.keys import open_home
 from secure_fvi.deployment.holding import open_held
 from secure_fvi.deployment.home import Home
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, RecordError
 from secure_fvi.files import write_atomically
 
 
@@ -30,7 +30,7 @@ def test_a_partys_state_lies_sealed_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "s.sqlite").rename(tmp_path / "t.sqlite")  # as the store of another session
     for name, secret in (("t.sqlite", home.state_secret()), ("t.sqlite", other.state_secret())):
         moved = open_held(tmp_path / name, secret)
-        with pytest.raises(InputError, match="was not sealed"):
+        with pytest.raises(RecordError, match=r"t.sqlite' is not what was written there: .* was not sealed"):
             moved.get("party/state")
         moved.close()
 
@@ -50,7 +50,7 @@ def test_a_job_reads_nothing_that_was_sealed_for_another(tmp_path: Path, name: s
         shutil.copy(file, tmp_path / "b" / below / file.name)
     kept, moved = (open_held(tmp_path / job / below / name, secret, job=named[job]) for job in ("a", "b"))
     assert kept.get("slot") == b"a"
-    with pytest.raises(InputError, match="for this place"):
+    with pytest.raises(RecordError, match="for this place"):
         moved.get("slot")
 
 
@@ -60,7 +60,7 @@ def test_the_passphrase_guards_the_key(tmp_path: Path) -> None:
     assert b"BEGIN ENCRYPTED" in (home.path / "state.key").read_bytes()
     assert (home.path / "state.key").stat().st_mode & 0o777 == 0o600
     assert Home(home.path, "a long one").state_secret() == secret
-    with pytest.raises(InputError, match="passphrase is wrong"):
+    with pytest.raises(RecordError, match="passphrase is wrong"):
         Home(home.path, "another").state_secret()
 
 
@@ -91,7 +91,7 @@ def test_private_keys_are_sealed_unless_somebody_says_otherwise(
     assert keys == ["identity.pem", "state.key", "tls.key"]
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SECURE_FVI_KEY_FILE", "gone")
-        with pytest.raises(InputError, match="cannot read 'gone'"):  # which is no word on the passphrase
+        with pytest.raises(RecordError, match="cannot read 'gone'"):  # which is no word on the passphrase
             Home(path).state_secret()
     assert all(b"BEGIN ENCRYPTED" in (path / name).read_bytes() for name in keys)
     assert Home(path).seal() == []

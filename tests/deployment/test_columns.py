@@ -85,7 +85,7 @@ from secure_fvi.deployment.session_messages import (
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, check_supported
 from secure_fvi.deployment.trail import CHARGED
-from secure_fvi.deployment.trail_verify import _exchanges, compare
+from secure_fvi.deployment.trail_verify import _exchanges, compare, verify
 from secure_fvi.driving import Progress
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
@@ -97,6 +97,7 @@ from secure_fvi.privacy.gate import Gate, KeptNoise, NoiseSource
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import Alignment, Config, Model, chosen, parse
 from secure_fvi.runs.directory import RunDirectory, read_json
+from secure_fvi.silo import UNANSWERABLE
 from secure_fvi_lab.bench.world import HUB, Parties, allow, posterior
 from secure_fvi_lab.experiments.vertical_poisson import sample
 from secure_fvi_lab.references import sample_nuts
@@ -291,26 +292,58 @@ def test_a_silo_that_is_killed_while_people_are_matched(
     assert remote == aligned(job, matched)
 
 
-@pytest.mark.slow
-def test_a_silo_without_its_record_of_evaluations_matches_no_more(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new key would be another chance to test identifiers. `test_a_silo_that_is_killed_while_people_are_matched` is
-    the control: with the record it goes on."""
-    job = ColumnsJob(world, tmp_path, alignment=MATCHED)
+def losing(monkeypatch: pytest.MonkeyPatch, at: bytes, pattern: str, lost: Callable[[Path], object]) -> None:
+    """Once it has answered a message of kind `at`, north's process ends, and `lost` comes over files of the job."""
     handle = Site.handle
 
-    def losing(self: Site, name: str, message: bytes) -> bytes:
+    def ending(self: Site, name: str, message: bytes) -> bytes:
         answer = handle(self, name, message)
-        if self.home.id == "north" and message[:1] == MATCH:
+        if self.home.id == "north" and message[:1] == at:
             self._let_go()
-            for path in (self.home.state_folder / "jobs").glob("*/matching.evaluated*"):
-                path.unlink()
+            for path in (self.home.state_folder / "jobs").glob(f"*/{pattern}"):
+                lost(path)
         return answer
 
-    monkeypatch.setattr(Site, "handle", losing)
-    with pytest.raises(ProtocolError, match="what it evaluated for them is gone: a new job is needed"):
+    monkeypatch.setattr(Site, "handle", ending)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_silo_without_its_record_of_evaluations_matches_no_more(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emptied: bool
+) -> None:
+    """A new key would be another chance to test identifiers. `test_a_silo_that_is_killed_while_people_are_matched` is
+    the control: with the record it goes on. An empty store is a new one to SQLite, and to the control, which is asked
+    for its sizes again."""
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED)
+    lost = (lambda path: path.write_bytes(b"")) if emptied else Path.unlink
+    losing(monkeypatch, MATCH, "matching.evaluated*", lost)
+    words = "RecordError; the site's log says more" if emptied else "what it evaluated for them is gone: a new job is"
+    with pytest.raises(ProtocolError, match=words):
+        job.run("lost")
+    if emptied:
+        inner = holding_module.open_held
+        monkeypatch.setattr(columns_job, "open_held", lambda *a, begun=False, **more: inner(*a, **more))
+        with pytest.raises(ProtocolError, match="no sizes were agreed yet"):
+            job.run("control")
+
+
+@pytest.mark.later
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+@pytest.mark.parametrize("name", ["response", "predictor"])
+def test_an_emptied_file_of_a_columns_job_counts_against_no_data(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: bool
+) -> None:
+    """The server hears that it is the site's own record. In the control it hears that data do not fit, and the job
+    counts."""
+    if not rule:
+        monkeypatch.setattr(columns_job, "own_file", lambda path: nullcontext())
+    job = ColumnsJob(world, tmp_path, algorithm={**SHARED, "rounds": 2})
+    losing(monkeypatch, KNOWN, name, lambda path: path.write_bytes(b""))
+    with pytest.raises(ProtocolError, match="RecordError; the site's log says more" if rule else "data do not fit"):
         job.run()
+    (record,) = verify(world.homes["north"].log_file).jobs.values()
+    assert (UNANSWERABLE in record.omissions) == (not rule)
 
 
 @pytest.mark.later

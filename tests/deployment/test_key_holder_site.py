@@ -146,7 +146,7 @@ class TestSums:
         held.open(min_cohort=2)
         assert close_to_sum(held.total(0).values)  # the silos' roster says 3, so the holder's does
         message = held.opening(held.join().nonce, min_cohort=4)
-        with pytest.raises(InputError, match="at least 4 silos, got 3"):
+        with pytest.raises(ProtocolError, match="at least 4 silos, got 3"):  # which the server is told as it is
             held.site.handle(held.offer.job, OPEN + CODEC.pack(message))
         assert close_to_sum(held.total(1).values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +14,18 @@ from fuzzing import opened_job, reopened
 from test_unfit_data import PRIVACY, Study
 
 from secure_fvi.aggregation.base import carry
-from secure_fvi.deployment import going, site_job, status
+from secure_fvi.deployment import deciding, going, holding, site_job, status
+from secure_fvi.deployment import home as home_module
+from secure_fvi.deployment import site as site_module
 from secure_fvi.deployment.going import Unfit
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local
-from secure_fvi.errors import RecordError
+from secure_fvi.errors import ProtocolError, RecordError
 from secure_fvi.silo import UNANSWERABLE
 
 
 @contextlib.contextmanager
-def _as_it_comes(path: Path, remedy: str = "") -> Iterator[None]:
+def _as_it_comes(path: Path | None = None, remedy: str = "") -> Iterator[None]:
     """`own_file` of a site that says nothing of its files."""
     yield
 
@@ -89,3 +92,127 @@ def test_status_says_which_file_is_empty(world: World, tmp_path: Path) -> None:
     (folder,) = (study.home.state_folder / "jobs").glob("*")
     (folder / "unfit").touch()
     assert any("unfit' is not what" in line for line in status.read_status(study.home, NOW).problems)
+
+
+#: What a site keeps besides its jobs, and what it keeps of one, below its folder; and what its line says.
+_OF_THE_SITE = {
+    "accepted.json": "accepted.json' is damaged; restore it",
+    "rosters/1.toml": "1.toml': 'format' is missing",
+    "rosters/1.sig/north.sig": "north.sig': 'format' is missing",
+    "state.key": "state.key' is no private key in PEM form",
+}
+_OF_A_JOB = {
+    "offer": "offer' is not what was written there: it is empty or damaged; .* start the server again",
+    "*.sqlite": "sqlite' is not what was written there: it is empty or damaged; put its newest copy back",
+    "questions.signed": "questions.signed' is not what was written there: it is empty or damaged",
+}
+_EXACT = {"name": "sfvi", "iterations": 4, "family": "diagonal"}
+
+
+class _Begun:
+    """A job of which one round was answered, and east's folder, whose process ends before each question."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.made = Job(world, folder, algorithm=_EXACT)
+        self.found, self.home = opened_job(self.made, None), world.homes["east"]
+        carry(self.found.server.round(), self.found.exchange)
+        self.folder, self.before = site_job.job_folder(self.home, self.found.job), self.found.server.state
+
+    def asked(self) -> None:
+        """The next question, again under another index."""
+        self.found.sites["east"].close()
+        self.found.sites["east"] = Site(self.home, Local())
+        self.found.server.state = self.before._replace(last_index=self.found.server.state.last_index)
+        carry(self.found.server.round(), self.found.exchange)
+
+    @property
+    def counted(self) -> int:
+        return self.found.sites["east"]._trail.chain.jobs[self.found.job].omissions.get(UNANSWERABLE, 0)
+
+    def close(self) -> None:
+        for site in self.found.sites.values():
+            site.close()
+
+
+def _emptied(path: Path) -> bytes:
+    kept = path.read_bytes()
+    path.write_bytes(b"")
+    for beside in path.parent.glob(f"{path.name}-*"):
+        beside.unlink()
+    return kept
+
+
+@pytest.mark.parametrize("name", _OF_THE_SITE)
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_an_emptied_roster_or_key_counts_against_no_data(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool, name: str
+) -> None:
+    """A server heard that the site's data do not fit. The control counts the job, of which three close the data set."""
+    if not rule:
+        for module in (deciding, home_module, site_module):
+            monkeypatch.setattr(module, "own_files", _as_it_comes)
+    begun = _Begun(world, tmp_path)
+    begun.found.sites["east"].close()
+    kept = _emptied(begun.home.path / name)
+    with pytest.raises(RecordError if rule else Exception, match=_OF_THE_SITE[name]):
+        begun.asked()
+    assert begun.counted == (not rule)
+    (begun.home.path / name).write_bytes(kept)
+    if rule:
+        begun.asked()
+    begun.close()
+
+
+@pytest.mark.parametrize("name", _OF_A_JOB)
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_an_emptied_file_of_a_job_is_named_before_it_is_used(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool, name: str
+) -> None:
+    """An empty store is a new one to SQLite: of what was answered, and signed, it has nothing. The control says that a
+    message is malformed, that a copy was restored, or answers as if no survivors had been signed."""
+    begun = _Begun(world, tmp_path)
+    begun.found.sites["east"].close()
+    (path,) = begun.folder.glob(name)
+    kept = _emptied(path)
+    if not rule:
+        for module in (site_module, holding):
+            monkeypatch.setattr(module, "own_file", _as_it_comes)
+        inner = holding.open_held
+        monkeypatch.setattr(site_job, "open_held", lambda *a, begun=False, **more: inner(*a, **more))
+    if rule or name != "questions.signed":
+        with pytest.raises(RecordError if rule else ProtocolError, match=_OF_A_JOB[name] if rule else "well-|older"):
+            begun.asked()
+    else:
+        begun.asked()
+    assert not begun.counted
+    if rule:
+        begun.found.sites["east"].close()
+        path.write_bytes(kept)
+        begun.asked()
+        if name == "offer":
+            begun.found.sites["east"].close()
+            path.write_bytes(b"")
+            begun.found.sites["east"] = Site(begun.home, Local())
+            reopened(begun.found, begun.made)
+            assert path.read_bytes() == kept
+    begun.close()
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+@pytest.mark.parametrize("slot", ["party/boot", "roster", "setup", "question/"])
+def test_a_value_of_a_store_that_was_altered_counts_against_no_data(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot: str, rule: bool
+) -> None:
+    """SQLite notices no bit that a disk has lost; the seal does. The control takes it for a fault of the data."""
+    begun = _Begun(world, tmp_path)
+    if not rule:
+        for module in (holding, site_job):
+            monkeypatch.setattr(module, "own_file", _as_it_comes)
+    begun.found.sites["east"].close()
+    (path,) = begun.folder.glob("questions.signed" if slot == "question/" else "*.sqlite")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.execute("UPDATE slots SET value = zeroblob(length(value)) WHERE slot LIKE ?", (f"{slot}%",))
+    with pytest.raises(RecordError if rule else Exception, match="was not sealed by this party"):
+        begun.asked()
+    assert begun.counted == (not rule)
+    begun.close()

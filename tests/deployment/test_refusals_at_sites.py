@@ -76,6 +76,7 @@ from secure_fvi.errors import (
     InputError,
     PolicyError,
     ProtocolError,
+    RecordError,
     SecureFVIError,
     SessionLost,
 )
@@ -174,7 +175,7 @@ def test_a_sites_folder(world: World, tmp_path: Path, monkeypatch: pytest.Monkey
     p256, edwards = home.path / "tls.key", home.path / "identity.pem"
     home.state_secret()
     (home.path / "state.key").write_bytes(p256.read_bytes())
-    with raises(InputError, "of another kind than the one that was made here"):
+    with raises(RecordError, "of another kind than the one that was made here"):
         home.state_secret()
     p256.write_bytes(edwards.read_bytes())
     with raises(InputError, "of another kind than P-256"):
