@@ -66,6 +66,7 @@ class Decision(NamedTuple):
     matched: bool = False  # whether people were matched for the job before, as the site's log has it
     exact_jobs: int = 0  # without differential privacy, that the site has answered on this data set before
     charged: int = 0  # answers of the job that its ledger was charged for, as the site's log has it
+    answered: int = 0  # broadcasts of the job that it has answered, one that was sent again as often, likewise
 
     def stated_policy(self, home: Home) -> bytes:
         """Under which policy, as the server hears it."""
@@ -191,7 +192,8 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
     matched = before is not None and MATCHED in before.omissions
     exact = sum(r.broadcasts > 0 and r.fields["epsilon"] is None for r in trail.chain.on(offer.data_set).values())
     charged = 0 if before is None else before.releases
-    found = Decision(offer, roster, policy, data, matched, exact, charged)
+    answered = 0 if before is None else before.broadcasts
+    found = Decision(offer, roster, policy, data, matched, exact, charged, answered)
     if trail.full:  # it goes on, by a row that is there
         return found
     trail.job(job_entry(offer, logged, accepted=True))

@@ -488,8 +488,14 @@ class SiteJob:
     def _check_newest(self, party: DurableSilo) -> None:
         """Raises ProtocolError where the ledger, or the state, is an older copy. A silo whose state is would answer a
         question anew that was answered: with another sample and share of the noise, and others with the same, so that
-        the two totals' noise differs by one share alone."""
+        the two totals' noise differs by one share alone. Without privacy that alone is noticed which has no answer,
+        where the log has some."""
         if not self.guards.jobs:
+            if self.decision.answered and not sum(party.silo.past.answers):
+                raise ProtocolError(
+                    f"the state of this job at '{self.home.id}' is gone, of whose answers its log has "
+                    f"{self.decision.answered}; put its newest copy back, or begin another job"
+                )
             return
         if party.newest > max(self.guards.last_index, 0):
             raise ProtocolError(

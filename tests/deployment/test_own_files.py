@@ -180,7 +180,7 @@ def test_an_emptied_file_of_a_job_is_named_before_it_is_used(
         inner = holding.open_held
         monkeypatch.setattr(site_job, "open_held", lambda *a, begun=False, **more: inner(*a, **more))
     if rule or name != "questions.signed":
-        with pytest.raises(RecordError if rule else ProtocolError, match=_OF_A_JOB[name] if rule else "well-|older"):
+        with pytest.raises(RecordError if rule else ProtocolError, match=_OF_A_JOB[name] if rule else "well-|gone"):
             begun.asked()
     else:
         begun.asked()
@@ -215,4 +215,31 @@ def test_a_value_of_a_store_that_was_altered_counts_against_no_data(
     with pytest.raises(RecordError if rule else Exception, match="was not sealed by this party"):
         begun.asked()
     assert begun.counted == (not rule)
+    begun.close()
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+@pytest.mark.parametrize("lost", [["secret", "session"], ["*.sqlite"]], ids=str)
+def test_a_silo_without_its_state_answers_no_question_anew(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: list[str], rule: bool
+) -> None:
+    """Without differential privacy no ledger has that it answered, and its log does. In the control a server that
+    begins anew is answered its first question a second time, by other draws where the secret is gone as well."""
+    if not rule:
+        monkeypatch.setattr(site_job.SiteJob, "_check_newest", lambda *_: None)
+    begun = _Begun(world, tmp_path)
+    begun.found.sites["east"].close()
+    for name in lost:
+        for path in begun.folder.glob(f"{name}*" if "*" in name else name):
+            path.unlink()
+    begun.found.sites["east"] = Site(begun.home, Local())
+    if rule:
+        with pytest.raises(
+            ProtocolError, match="the state of this job at 'east' is gone, of whose answers its log has 1"
+        ):
+            reopened(begun.found, begun.made)
+    else:
+        again = reopened(begun.found, begun.made)
+        carry(again.server.round(), again.exchange)  # a second total of one question
+        assert again.server.rounds == 1
     begun.close()
