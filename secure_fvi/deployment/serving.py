@@ -40,7 +40,7 @@ from secure_fvi.driving import NOTHING_DONE, Books, Parties, Progress, Run
 from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import StreamServer
-from secure_fvi.errors import AggregationError, InputError, ProtocolError, SessionLost
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, RecordError, SessionLost
 from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, Schema, check_schemas_agree
 from secure_fvi.files import own_file, write_atomically
@@ -442,6 +442,7 @@ class Hub:
             self._log_offer(offer)
             return offer, signed
         job = read_json(of.folder.path / "run.json")["job"]
+        self._check_not_offered(job, path)
         threads = of.config.run.model_copy(update={"threads": of.silo_threads})
         config = of.config.model_copy(update={"run": threads, "engine": None})
         offer = make_offer(config, self._roster, home.id, manifest(of.config).hash, now(), job, silos=silo_ids(config))
@@ -449,6 +450,13 @@ class Hub:
         write_atomically(path, signed)
         self._log_offer(offer)
         return offer, signed
+
+    def _check_not_offered(self, job: str, path: Path) -> None:
+        """Raises RecordError for a job that was: under another offer its sites go on in no session of it."""
+        if job in self._trail.chain.jobs:
+            raise RecordError(
+                f"'{path}' is gone, with which job '{job}' was offered; put its newest copy back, or begin another job"
+            )
 
     def _log_offer(self, offer: JobOffer) -> None:
         chain = self._trail.chain

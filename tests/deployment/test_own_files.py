@@ -14,12 +14,13 @@ from fuzzing import opened_job, reopened
 from test_unfit_data import PRIVACY, Study
 
 from secure_fvi.aggregation.base import carry
-from secure_fvi.deployment import deciding, going, holding, site_job, status
+from secure_fvi.deployment import deciding, going, holding, serving, site_job, status
 from secure_fvi.deployment import home as home_module
 from secure_fvi.deployment import site as site_module
 from secure_fvi.deployment.going import Unfit
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local
+from secure_fvi.driving import Progress
 from secure_fvi.errors import ProtocolError, RecordError
 from secure_fvi.silo import UNANSWERABLE
 
@@ -243,3 +244,38 @@ def test_a_silo_without_its_state_answers_no_question_anew(
         carry(again.server.round(), again.exchange)  # a second total of one question
         assert again.server.rounds == 1
     begun.close()
+
+
+class _Stopped(Exception):
+    """The end of a server's process, between two rounds."""
+
+
+@pytest.mark.later
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+@pytest.mark.parametrize("name", ["session", "offer", "gone"])
+def test_a_servers_own_file_that_was_emptied_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: bool
+) -> None:
+    """Once it is put back the job ends. The control says that a message is malformed, or that a site
+    opened another session."""
+    made = Job(world, tmp_path, algorithm=_EXACT)
+
+    def stop(progress: Progress) -> None:
+        if progress.round == 2:
+            raise _Stopped
+
+    with pytest.raises(_Stopped):
+        made.run(on_round=stop)
+    path = tmp_path / "remote" / "checkpoint" / ("offer" if name == "gone" else name)
+    kept = _emptied(path)
+    if name == "gone":
+        path.unlink()
+    words = "offer' is gone" if name == "gone" else f"{name}' is not what was written there: it is empty or damaged"
+    with monkeypatch.context() as patched:
+        if not rule:
+            patched.setattr(serving, "own_file", _as_it_comes)
+            patched.setattr(serving.Hub, "_check_not_offered", lambda *_: None)
+        with pytest.raises(RecordError if rule else ProtocolError, match=words if rule else "well-formed|another"):
+            made.run()
+    path.write_bytes(kept)
+    assert made.run() == made.local()
