@@ -22,6 +22,7 @@ from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Algorithm
+from secure_fvi.algorithms.final_server import of_one_order
 from secure_fvi.algorithms.prior import NoStart
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
@@ -409,7 +410,8 @@ def result_of(
     """What a run that has ended found. Warns with SecureFVIWarning where `assessed` does."""
     problem, state = server.problem, server.state.algorithm
     posterior, claim = counting(server, state, server.program.posterior(state))
-    verdict = assessed(server.program.verdict(state), algorithm.name, server.rounds)
+    said = of_one_order(server.program.verdict(state), problem, posterior)
+    verdict = assessed(said, algorithm.name, server.rounds)
     tail = np.array(done.objectives)
     metrics, refined = server.program.metrics(state), refined_draws(problem, posterior)
     # A run of few rounds has one good estimate, its last; a mean over rounds would take the approach in.

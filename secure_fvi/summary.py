@@ -193,8 +193,7 @@ def _untold(privacy: Mapping[str, Any]) -> str:
     """Of a run that does not tell how much it cut, that it does not."""
     if privacy.get("clipping") == "adaptive":
         return "the clipping norm follows a quantile of contributions' lengths, so that a share of them is always cut"
-    unit = privacy.get("unit", "record")
-    return f"nothing that is released tells how many {unit}s' contributions were cut to the clipping norm, or how far"
+    return "nothing that is released tells how many contributions were cut to the clipping norm, or how far"
 
 
 def counts_noise(privacy: Mapping[str, Any] | None, point: bool = False) -> str:

@@ -118,7 +118,7 @@ UP_TO_NATS = math.ldexp(1.0, _TOLD)
 _ALWAYS = 20
 #: Scouts, of up to so many dimensions, and how many there are in a shell. Of more dimensions
 #: they are too few to meet anything.
-_SCOUTS, _SCOUTED, _SHELL = 512, 6, 32
+_SCOUTS, SCOUTED, _SHELL = 512, 6, 32
 #: How many sds from q's mean another mode is, at least, and how many nats deep the valley between.
 APART, VALLEY = 4.0, 1.5
 #: Scouts lie where no one dimension on its own costs the prior more nats than this, up to a power of two, of those from
@@ -169,7 +169,7 @@ def _lines(layout: Layout) -> list[int]:
 
 def _shells(layout: Layout) -> list[int]:
     """How many scouts each shell has."""
-    return [_SHELL] * (_SCOUTS // _SHELL if layout.size("global") <= _SCOUTED else 0)
+    return [_SHELL] * (_SCOUTS // _SHELL if layout.size("global") <= SCOUTED else 0)
 
 
 def _count(layout: Layout) -> int:
@@ -275,6 +275,12 @@ class Mirror(NamedTuple):
     @property
     def rigid(self) -> bool:
         return not len(self.turned) and not self.shares
+
+    def like(self, other: Mirror) -> bool:
+        """Whether it is the same map."""
+        shares = [[(where.tolist(), *ab) for where, *ab in m.shares] for m in (self, other)]
+        alike = all(torch.equal(a, b) for a, b in zip(self[:3], other[:3], strict=True))
+        return alike and shares[0] == shares[1]
 
     def __call__(self, z: Tensor) -> Tensor:
         """The image of z (n,)."""
@@ -981,3 +987,233 @@ def mirrored_near(maps: list[Mirror], part: Part, z: Tensor, most: float) -> Ite
     for by, within in zip(maps, back.tolist(), strict=True):
         if within or not by.rigid:
             yield mirrored(by, part)
+
+
+# ---- Posteriors that are the same, whatever the data, where components change places ----
+
+#: Made records: normal numbers of such scales, positive ones where that is negative, and whole ones up to such.
+_MADE, _SCALES_MADE, _WHOLES_MADE = 12, (1.0, 4.0, -1.0, -4.0), (1, 2, 3, 6)
+#: Points, every other one of which is far out by so many times; sites that are taken together in any way; maps at most;
+#: how alike densities are, by the type of numbers; nats by which a record is less likely halfway between a point and
+#: its image, where there is a valley.
+_AT, _FAR_OUT, _SUBSETS, _MAPS = 4, 3.0, 6, 512
+_SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
+_BETWEEN_NATS = 0.1
+
+
+class Exchange(NamedTuple):
+    """A map of all latents under which log p(y, Z) is the same for made records."""
+
+    by: Mirror  # of Z_G
+    sites: tuple[str, ...]  # names of what changes places
+
+    def __str__(self) -> str:
+        *others, last = self.sites
+        return f"{', '.join(others)} and {last}" if others else last
+
+
+class _Unit(NamedTuple):
+    """Of one site, or of two by their names, what changes places with something."""
+
+    name: str
+    where: tuple[Tensor, Tensor]  # places that change, one and the other; none of a simplex
+    shares: tuple[tuple[Tensor, int, int], ...] = ()
+    flipped: Tensor = torch.zeros(0, dtype=torch.long)  # a share of two components, which becomes the other's
+
+
+def exchanges(problem: Problem) -> list[Exchange]:
+    """The maps by which components change places that leave every posterior of this model as it is: neighbours along an
+    axis of up to eight or two labels of names, of any of the sites that have these, with shares. The fewest sites that
+    do. Not what makes no difference to the likelihood, nor what is a sum of two (a + b, both with one prior), between
+    which and its image all is as likely.
+
+    Of made records, so that no data are asked. A silo's and its records' own latents change places along.
+    """
+    layout = problem.layout
+    found, sites = list[Exchange](), list[set[str]]()
+    ends = itertools.accumulate(s.size for s in _in_order(layout))
+    at = {s.name: torch.arange(e - s.size, e) for s, e in zip(_in_order(layout), ends, strict=True)}
+    n, shared = sum(s.size for s in layout.sites), layout.size("global")
+    every = (_map(units, n) for units in _together(layout, at))
+    tried = list(itertools.islice((m for m in every if _moves(m.by, shared)), _MAPS))
+    if not tried:
+        return []
+    made = _Made(problem)
+    tried = [m for m, same in zip(tried, made.same([m.by for m in tried], 1, 1), strict=True) if same]
+    for m in sorted(tried, key=lambda m: len(m.sites)):
+        if any(names <= set(m.sites) for names in sites) or not made.same([m.by])[0] or not made.valley(m.by):
+            continue
+        found.append(m._replace(by=_first(m.by, shared)))
+        sites.append(set(m.sites))
+    return found
+
+
+def _in_order(layout: Layout) -> tuple[Site, ...]:
+    return (*layout.of("global"), *layout.of("silo"), *layout.of("record"))
+
+
+def _moves(by: Mirror, n: int) -> bool:
+    """Whether it changes any of the first n."""
+    shares = any(int(where.min()) < n for where, _, _ in by.shares)
+    return shares or not torch.equal(by.order[:n], torch.arange(n)) or bool((by.signs[:n] < 0).any())
+
+
+def _first(by: Mirror, n: int) -> Mirror:
+    shares = tuple(share for share in by.shares if int(share[0].min()) < n)
+    return Mirror(by.order[:n], by.signs[:n], shares=shares)
+
+
+def _map(units: tuple[_Unit, ...], n: int) -> Exchange:
+    """All of them at once."""
+    order, signs = torch.arange(n), torch.ones(n, dtype=torch.float64)
+    for unit in units:
+        one, other = unit.where
+        both = torch.cat([one, other])
+        order[both] = order[torch.cat([other, one])]
+        signs[unit.flipped] = -1.0
+    return Exchange(Mirror(order, signs, shares=sum((u.shares for u in units), ())), tuple(u.name for u in units))
+
+
+def _together(layout: Layout, at: dict[str, Tensor]) -> Iterator[tuple[_Unit, ...]]:
+    """Units that may change places at once: those of one axis' length and of two labels, in any way while these are
+    few, all of them else."""
+    for units in (*_along(layout, at), *_labelled(layout, at)):
+        sizes = range(1, len(units) + 1) if len(units) <= _SUBSETS else [len(units)]
+        yield from (chosen for size in sizes for chosen in itertools.combinations(units, size))
+
+
+def _along(layout: Layout, at: dict[str, Tensor]) -> Iterator[list[_Unit]]:
+    none = torch.zeros(0, dtype=torch.long)
+    sites = _in_order(layout)
+    simplex = {s.name for s in sites if "Simplex" in s.support}
+    lengths = {k for s in sites for k in s.shape[: len(s.shape) - (s.name in simplex)]}
+    for k in sorted(length for length in lengths if 1 < length <= _COMPONENTS):
+        for a in range(k - 1):
+            units = []
+            for s in sites:
+                grid = at[s.name].reshape(s.shape)
+                axes = range(len(s.shape) - (s.name in simplex))
+                for axis in axes:
+                    if s.shape[axis] == k:
+                        units.append(
+                            _Unit(s.name, (grid.select(axis, a).flatten(), grid.select(axis, a + 1).flatten()))
+                        )
+                if s.name in simplex and s.shape[-1] == k - 1:
+                    units.append(_Unit(s.name, (none, none), ((grid, a, a + 1),)))
+                elif k == 2 and s.size == 1 and "Interval" in s.support:
+                    units.append(_Unit(s.name, (none, none), flipped=at[s.name]))
+            yield units
+
+
+def _labelled(layout: Layout, at: dict[str, Tensor]) -> Iterator[list[_Unit]]:
+    none = torch.zeros(0, dtype=torch.long)
+    labels: dict[tuple[str, str], list[tuple[int, _Unit]]] = defaultdict(list)
+    for role in ("global", "silo", "record"):
+        for of in _by_names(layout.of(role)).values():
+            names = sorted(of)
+            for one, other in itertools.combinations(names, 2) if len(of) <= _COMPONENTS else ():
+                unit = _Unit(f"{of[one].name} with {of[other].name}", (at[of[one].name], at[of[other].name]))
+                labels[one, other].append((len(of), unit))
+    for (one, other), found in sorted(labels.items()):
+        units, k = [unit for _, unit in found], max(count for count, _ in found)
+        every = sorted({label for pair in labels for label in pair})
+        for s in _in_order(layout):
+            if "Simplex" in s.support and s.shape[-1] == k - 1 and len(every) == k:
+                share = at[s.name].reshape(s.shape), every.index(one), every.index(other)
+                units.append(_Unit(s.name, (none, none), (share,)))
+            elif s.size == 1 and "Interval" in s.support and k == 2:
+                units.append(_Unit(s.name, (none, none), flipped=at[s.name]))
+        yield units
+
+
+class _Made:
+    """log p(y, Z) of made records at points that are spread around the start."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        rng, start = torch.Generator().manual_seed(0), problem.start
+        n = problem.layout.size("record")
+
+        def around(value: Tensor, far: int) -> Tensor:
+            spread = _FAR_OUT if far % 2 else 1.0
+            return value.double().cpu() + spread * torch.randn(value.shape, generator=rng, dtype=torch.float64)
+
+        silo, record = start.z_silo, start.z_record[:1].reshape(-1)[:n].expand(_MADE, n)
+        shared = [around(torch.cat([start.z_global, silo]), k).expand(_MADE, -1) for k in range(_AT)]
+        self.at = [torch.cat([own, around(record, k)], 1) for k, own in enumerate(shared)]  # (_MADE, n) each
+        kinds = range(len(_SCALES_MADE) + len(_WHOLES_MADE))
+        self.rows = [rows for kind in kinds if (rows := self._records(kind, rng)) is not None]
+
+    def _records(self, kind: int, rng: torch.Generator) -> Params | None:
+        """Normal numbers of some scale, or positive ones, or whole ones; None: this program takes none of these."""
+        cpu, count = self.problem.device.type == "cpu", len(_SCALES_MADE)
+        top = _WHOLES_MADE[kind - count] if kind >= count else 1
+
+        def made(column: Tensor) -> Tensor:
+            if kind >= count or not column.is_floating_point():
+                # On another device a number past a table's end is no error that one survives.
+                last = top if cpu or column.is_floating_point() else 0
+                return torch.randint(last + 1, column.shape, generator=rng).to(column.dtype)
+            normal = abs(_SCALES_MADE[kind]) * torch.randn(column.shape, generator=rng, dtype=torch.float64)
+            return (normal.abs() if _SCALES_MADE[kind] < 0 else normal).to(column.dtype)
+
+        dummy = self.problem.schema.dummy_rows(_MADE)
+        rows = {name: made(column).to(self.problem.device) for name, column in dummy.items()}
+        try:
+            finite = bool(self._values(self.at[0][None], rows)[:, 1:].isfinite().any())
+        except (RuntimeError, IndexError, ValueError):
+            return None
+        return rows if finite else None
+
+    def _values(self, z: Tensor, rows: Params) -> Tensor:
+        """(S, 1 + _MADE) of z (S, _MADE, n): log p of what all records share, and of each."""
+        problem = self.problem
+        n, own = problem.layout.size("global"), problem.layout.size("silo")
+        parts = z.to(problem.device, problem.dtype).split(max(1, _AT_ONCE // (8 * z[0].numel())))
+
+        def of(z: Tensor) -> Tensor:
+            terms = problem.density.evaluate(z[0, :n], z[0, n : n + own], z[:, n + own :], problem.start.theta, rows)
+            return torch.cat([(terms.shared + terms.silo).reshape(1), terms.records])
+
+        return torch.cat([over_draws(of, part) for part in parts]).detach().cpu().double()
+
+    def same(self, maps: list[Mirror], points: int = _AT, kinds: int | None = None) -> list[bool]:
+        """Whether each leaves all values as they are, but for how a simplex is stretched where it is."""
+        alike = torch.ones(len(maps), dtype=torch.bool)
+        seen = torch.zeros(len(maps), dtype=torch.bool)
+        for at in self.at[:points]:
+            images = torch.stack([_image(by, at) for by in maps])
+            for rows in self.rows[:kinds]:
+                first, others = self._values(at[None], rows)[0], self._values(images, rows)
+                others[:, 0] -= torch.stack(
+                    [_stretched(by, of[0]) - _stretched(by, at[0]) for by, of in zip(maps, images, strict=True)]
+                )
+                near = (others - first).abs() <= _SAME[self.problem.dtype] * (1 + first.abs())
+                alike &= (near | ~(first.isfinite() | others.isfinite())).all(1)
+                seen |= (first.isfinite() & others.isfinite())[:, 1:].any(1)
+        return (alike & seen).tolist()
+
+    def valley(self, by: Mirror) -> bool:
+        """Whether some record is less likely halfway between a point and its image."""
+        for at in self.at:
+            halfway = 0.5 * (at + _image(by, at))
+            for rows in self.rows:
+                end, between = self._values(torch.stack([at, halfway]), rows)[:, 1:]
+                if bool((end - between > _BETWEEN_NATS).any()):
+                    return True
+        return False
+
+
+def _image(by: Mirror, z: Tensor) -> Tensor:
+    """Of each of z (S, n)."""
+    if not by.shares:
+        return by.signs * z[:, by.order]
+    return torch.stack([by(row) for row in z])
+
+
+def _stretched(by: Mirror, z: Tensor) -> Tensor:
+    """The log of by how much simplexes that change are wider at z (n,) than unconstrained space."""
+    found, simplex = torch.zeros((), dtype=torch.float64), torch.distributions.StickBreakingTransform()
+    for where, _, _ in by.shares:
+        found = found + simplex.log_abs_det_jacobian(z[where], simplex(z[where])).sum()
+    return found

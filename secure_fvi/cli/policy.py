@@ -533,7 +533,8 @@ def _privacy_lines(d: Disclosure) -> Iterator[str]:
         )
         return
     strength = f"epsilon {dp.epsilon:g}" if dp.epsilon is not None else f"noise multiplier {dp.noise_multiplier:g}"
-    yield f"differential privacy of each {dp.unit}: {strength} at delta {dp.delta:g}, for all sums together"
+    whose = "what one silo holds of each person" if d.people else f"each {dp.unit}"
+    yield f"differential privacy of {whose}: {strength} at delta {dp.delta:g}, for all sums together"
     cut = f"of what was cut {dp.unit} by {dp.unit}; one that names points of its own reads single {dp.unit}s off them"
     where = {
         "distributed": f"each silo adds a share; {_many(dp.colluders, 'colluder')} and "

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from secure_fvi.errors import NOT_CONVERGED
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.runs.marginals import posterior_rows, reason, standing
-from secure_fvi.summary import plain, shown
+from secure_fvi.runs.marginals import is_point, posterior_rows, reason, standing
+from secure_fvi.summary import counts_noise, plain, shown
 
 if TYPE_CHECKING:
     from secure_fvi.results import RunSummary
@@ -37,13 +37,19 @@ def print_posterior(result: dict[str, Any]) -> None:
     console.print(f"{title}, {result['seconds']:.0f} s", highlight=False)
     if why := reason(result):
         console.print(f"{state}: {why}", highlight=False, soft_wrap=True)
+    rows = posterior_rows(result)
+    point = is_point(rows)
+    if said := counts_noise(result.get("privacy"), point):
+        console.print(said, highlight=False, soft_wrap=True)
+    noisy = any(row.noise is not None for row in rows)
     table = Table()
     table.add_column("site")
-    table.add_column("mean", justify="right")
-    table.add_column("sd", justify="right")
-    rows = posterior_rows(result)
+    columns = ["mean"] if point else ["mean", "sd"] + ["of it noise"] * noisy
+    for column in columns:
+        table.add_column(column, justify="right")
     for row in rows[:MOST_ROWS]:
-        table.add_row(plain(row.label), shown(row.mean, row.sd), shown(row.sd, row.sd))
+        numbers = (row.mean, row.sd, row.noise)[: len(columns)]
+        table.add_row(plain(row.label), *(shown(value, row.sd) for value in numbers))
     console.print(table)
     say_left_out(console, len(rows), "result.json")
 

@@ -73,6 +73,11 @@ def posterior_rows(result: dict[str, Any]) -> list[PosteriorRow]:
     return rows
 
 
+def is_point(rows: list[PosteriorRow]) -> bool:
+    """Whether a result is a point, which has no sds."""
+    return not any(row.sd for row in rows)
+
+
 def shape_of(nested: Any) -> tuple[int, ...]:
     """The shape of a tensor written as nested lists."""
     if not isinstance(nested, list):

@@ -18,10 +18,11 @@ from secure_fvi import plots
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
+from secure_fvi.privacy.settings import exact_totals
 from secure_fvi.privacy.terms import REPLACE
 from secure_fvi.runs.config import Config, chosen, title
 from secure_fvi.runs.directory import EVIDENCE, REPORT, TABLE, RunDirectory, read_json
-from secure_fvi.runs.marginals import posterior_rows, reason, standing
+from secure_fvi.runs.marginals import is_point, posterior_rows, reason, standing
 from secure_fvi.summary import counts_noise, shown
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -63,8 +64,10 @@ def write_report(directory: Path) -> None:
         result=result,
         standing=standing(result),
         reason=reason(result),
-        counts=counts_noise(result["privacy"], point=not any(row.sd for row in rows)),
+        counts=counts_noise(result["privacy"], point := is_point(rows)),
+        point=point,
         tells_lengths=_tells_lengths(config),
+        rows_are_people=(result["privacy"] or {}).get("adjacency") == REPLACE,
         run=(about := run.read_run()),
         left=what_left(config, len(result["silos"])),
         seen_by=f"{_privacy_words(result)} {_engine_words(about, result)}",
@@ -186,7 +189,7 @@ def _tells_lengths(config: Config) -> bool:
     """Whether records say, with noise, how long their gradients are, and so how many they are."""
     algorithm, _, privacy = chosen(config)
     told = getattr(algorithm, "lengths_share", 0) and getattr(algorithm, "private", "steps") == "steps"
-    return bool(told) and privacy is not None and privacy.unit == "record"
+    return bool(told) and privacy is not None and privacy.unit == "record" and not exact_totals(privacy)
 
 
 def _league(found: Disclosure) -> str:
@@ -231,7 +234,7 @@ def _kept_words(config: Config, run: dict[str, Any]) -> str:
     """Where what belongs to single silos is."""
     if run.get("engine", "one process") != "one process":
         return "What belongs to a silo alone, its local latents among it, is in that silo's own folder and not here."
-    if config.model.likelihood is not None:
+    if config.vertical:
         return "Each silo's own coefficients are in the silos folder, its state in the checkpoint folder."
     return (
         "Local latents and their variational parameters are in no result file, only in the checkpoint folder, which "

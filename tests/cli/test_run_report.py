@@ -127,7 +127,8 @@ def test_it_says_what_privacy_covers(ran: Path, tmp_path: Path, noise: str, adja
     assert "It holds against whoever sees all releases" in page
     assert ("with up to 2 other silos in league" in page) == (noise == "distributed")
     assert "but for the server" in page or noise != "server"
-    assert "The number of records is not released." in page
+    assert ("The number of records is not released." in page) == (adjacency == "add or remove one")
+    assert ("number of people" in page) == (adjacency == "replace one")  # whose rows are aligned: all know how many
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,22 @@ def test_of_a_point_it_says_nothing_of_sds(ran: Path, tmp_path: Path) -> None:
     page = page_of(ran, tmp_path / "point", ONE, {}, PRIVACY, posterior=point)
     assert spoken not in page
     assert "moved the point is not known" in page.lower()
+    assert "<th>sd</th>" not in page
+    assert "<th>sd</th>" in page_of(ran, tmp_path / "sds", ONE, {}, PRIVACY)
+
+
+def test_no_lengths_are_said_to_tell_how_many_records_there_are_where_a_server_would_see_them(
+    ran: Path, tmp_path: Path
+) -> None:
+    """The control is the same by shares of noise."""
+    lengths = "by how many records' gradients are how long"
+    sfvi = {"name": "sfvi", "iterations": 2}
+    for noise in ("distributed", "server"):
+        asked = {**tomllib.loads(CONFIG), "algorithm": sfvi, "privacy": {**ASKED, "noise": noise}}
+        page_of(ran, tmp_path / noise, ONE, {}, {**PRIVACY, "noise": noise})
+        (tmp_path / noise / "config.toml").write_text(parse(asked, "job.toml").to_toml())
+        write_report(tmp_path / noise)
+        assert (lengths in html.unescape((tmp_path / noise / "report.html").read_text())) == (noise == "distributed")
 
 
 def _zeros(of: Any) -> Any:

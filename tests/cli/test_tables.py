@@ -53,3 +53,26 @@ def test_a_sites_name_is_text_in_tables_and_figures(
     figure.subplots().set(title=formula)
     with pytest.raises(ValueError, match="frac"):
         plots.svg(figure)
+
+
+@pytest.mark.parametrize("kind", ["no privacy", "not counted", "counted", "point"])
+def test_the_terminal_says_of_a_private_run_what_its_sds_count(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed sds that do not count the noise without a word on it, and of a point sds of 0."""
+    counts = kind == "counted"
+    sds = {"count_noise": counts, "because": "noise hides all"} | ({"cut_at_most": None} if counts else {})
+    result: dict[str, Any] = {
+        "algorithm": "sfvi", "aggregation": {"kind": "masked"}, "rounds": 3, "seconds": 1.0, "converged": None,
+        "posterior": {"b": {"mean": [0.5, 1.5], "sd": [0.0] * 2 if kind == "point" else [0.25] * 2}},
+        "privacy": None if kind == "no privacy" else {"unit": "record", "sds": sds},
+    }  # fmt: skip
+    if counts:
+        result["noise"] = {"sd": {"b": [0.125, 0.125]}}
+    print_posterior(result)
+    said = capsys.readouterr().out
+    assert ("do not count the noise of privacy, so that intervals are too short: noise hides all" in said) == (
+        kind == "not counted"
+    )
+    assert ("sds and quantiles count the noise of privacy" in said) == counts
+    assert ("of it noise" in said) == ("0.125" in said) == counts
+    assert ("moved the point is not known" in said) == (kind == "point")
+    assert (" sd " in said) == (kind != "point")

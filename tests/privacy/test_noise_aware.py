@@ -971,7 +971,7 @@ def test_a_run_that_does_not_tell_what_it_cut_says_that_it_does_not() -> None:
         untold = {"unit": "silo", "clipping": "fixed", "sds": sds}
         for point in (False, True):
             said = counts_noise(untold, point)
-            assert "nothing that is released tells how many silos' contributions were cut" in said
+            assert "nothing that is released tells how many contributions were cut" in said
             assert ("intervals" in said) == (sds is none and not point)
         told = {**untold, "clipped": {"share": 0.1, "error": 0.01}}
         assert "nothing that is released tells" not in counts_noise(told)
