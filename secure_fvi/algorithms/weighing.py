@@ -1159,23 +1159,24 @@ class _Made:
 
         dummy = self.problem.schema.dummy_rows(_MADE)
         rows = {name: made(column).to(self.problem.device) for name, column in dummy.items()}
-        try:
-            finite = bool(self._values(self.at[0][None], rows)[:, 1:].isfinite().any())
-        except (RuntimeError, IndexError, ValueError):
-            return None
-        return rows if finite else None
+        return rows if bool(self._values(self.at[0][None], rows)[:, 1:].isfinite().any()) else None
 
     def _values(self, z: Tensor, rows: Params) -> Tensor:
-        """(S, 1 + _MADE) of z (S, _MADE, n): log p of what all records share, and of each."""
+        """(S, 1 + _MADE) of z (S, _MADE, n): log p of what all records share, and of each; NaN where the program has
+        none, or fails: it is the user's, and anything may come."""
         problem = self.problem
         n, own = problem.layout.size("global"), problem.layout.size("silo")
+        theta = {name: value.to(problem.device) for name, value in problem.start.theta.items()}
         parts = z.to(problem.device, problem.dtype).split(max(1, _AT_ONCE // (8 * z[0].numel())))
 
         def of(z: Tensor) -> Tensor:
-            terms = problem.density.evaluate(z[0, :n], z[0, n : n + own], z[:, n + own :], problem.start.theta, rows)
+            terms = problem.density.evaluate(z[0, :n], z[0, n : n + own], z[:, n + own :], theta, rows)
             return torch.cat([(terms.shared + terms.silo).reshape(1), terms.records])
 
-        return torch.cat([over_draws(of, part) for part in parts]).detach().cpu().double()
+        try:
+            return torch.cat([over_draws(of, part) for part in parts]).detach().cpu().double()
+        except Exception:  # a run has ended: its result is not lost for that
+            return torch.full((len(z), 1 + _MADE), torch.nan, dtype=torch.float64)
 
     def same(self, maps: list[Mirror], points: int = _AT, kinds: int | None = None) -> list[bool]:
         """Whether each leaves all values as they are, but for how a simplex is stretched where it is."""

@@ -174,6 +174,21 @@ def test_what_an_order_priors_or_data_tell_apart_is_no_such_component(model: Any
     assert exchanges(problem_of(model, data)) == []
 
 
+def test_a_program_that_fails_on_made_records_far_out_loses_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control is the same program where it does not."""
+    problem = problem_of(two, Y)
+    assert exchanges(problem)
+    inside = type(problem.density).evaluate
+
+    def evaluate(self: Any, z: Tensor, *rest: Any) -> Any:
+        if torch.func.debug_unwrap(z).abs().max() > 1.5:
+            raise ZeroDivisionError
+        return inside(self, z, *rest)
+
+    monkeypatch.setattr(type(problem.density), "evaluate", evaluate)
+    assert exchanges(problem) == []
+
+
 def clusters(count: int, seed: int) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(seed)
     left = torch.rand(count, generator=rng) < 0.4
