@@ -71,6 +71,22 @@ def test_blocks_and_noise_are_told_once_the_data_are_read(line: CommandLine) -> 
     assert kept not in _explain(line, "--set", "aggregation.kind=masked")
 
 
+def test_it_says_whom_privacy_protects(line: CommandLine, tmp_path: Path) -> None:
+    """Of columns what one silo holds of a person; the control has silos of records."""
+    private = [
+        f"privacy.{each}" for each in ("unit=record", "epsilon=3.0", "delta=1e-3", "clipping_norm=1.0", "noise=silo")
+    ]
+    options = [part for each in private for part in ("--set", each)]
+    assert "differential privacy of each record: epsilon 3" in _explain(line, *options)
+    columns = tmp_path / "columns.toml"
+    columns.write_text('[model]\nprogram = "vertical-logistic"\n[algorithm]\nname = "vertical"\nrounds = 9\n')
+    answer = line(
+        "policy", "explain", columns, "--set", "aggregation.kind=plain", *options, "--set", "privacy.noise=silo"
+    )
+    assert answer.code == 0, answer
+    assert "differential privacy of what one silo holds of each person: epsilon 3" in answer.out
+
+
 def test_without_the_sites_folder_one_line_says_what_it_is(line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with it, or the variable, the command looks there."""
     monkeypatch.delenv("SECURE_FVI_HOME", raising=False)

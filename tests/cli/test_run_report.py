@@ -16,7 +16,7 @@ import pytest
 from secure_fvi.cli import main
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.report import _methods, what_left, write_report
+from secure_fvi.runs.report import _kept_words, _methods, what_left, write_report
 from secure_fvi.runs.watching import snapshot
 
 CONFIG = """
@@ -279,3 +279,13 @@ def test_no_name_in_the_table_is_a_formula_of_a_spreadsheet(
     assert row == [{"site": name if as_it_is else f"'{name}", "mean": "1.5", "sd": "0.5"}]
     cells = [cell for line in csv.reader(text.splitlines(keepends=True), delimiter=";") for cell in line]
     assert any(cell.startswith("=") for cell in cells) is (not quoted and name == "a;=1+1")
+
+
+@pytest.mark.parametrize("program", ["vertical-logistic", "six-cities"])
+def test_it_says_where_silos_of_columns_keep_their_own(program: str) -> None:
+    """Of a program of theirs too, whose coefficients lie in a folder; the control has silos of records."""
+    columns = program.startswith("vertical")
+    table: dict[str, Any] = {"model": {"program": program}, "aggregation": {"kind": "plain"}}
+    table |= {"algorithm": {"name": "vertical"}} if columns else {"partition": {"count": 3}}
+    config = parse(table, "job.toml")
+    assert ("Each silo's own coefficients are in the silos folder" in _kept_words(config, {})) == columns
