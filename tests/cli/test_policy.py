@@ -80,9 +80,7 @@ def test_it_says_whom_privacy_protects(line: CommandLine, tmp_path: Path) -> Non
     assert "differential privacy of each record: epsilon 3" in _explain(line, *options)
     columns = tmp_path / "columns.toml"
     columns.write_text('[model]\nprogram = "vertical-logistic"\n[algorithm]\nname = "vertical"\nrounds = 9\n')
-    answer = line(
-        "policy", "explain", columns, "--set", "aggregation.kind=plain", *options, "--set", "privacy.noise=silo"
-    )
+    answer = line("policy", "explain", columns, "--set", "aggregation.kind=plain", *options)
     assert answer.code == 0, answer
     assert "differential privacy of what one silo holds of each person: epsilon 3" in answer.out
 
