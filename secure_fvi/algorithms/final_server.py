@@ -148,8 +148,7 @@ def of_one_order(found: Verdict, problem: Problem, posterior: Posterior) -> Verd
         return found
     kinds = exchanges(problem)
     if looked:
-        known = [m for part in mirrors(problem.layout) for m in part]
-        kinds = [kind for kind in kinds if not any(kind.by.like(m) for m in known) and _far(kind.by, posterior)]
+        kinds = [kind for kind in kinds if _far(kind.by, problem, posterior)]
     if not kinds:
         return found
     which = "; or ".join(str(kind) for kind in kinds[:_SEVERAL]) + ("; and others" if len(kinds) > _SEVERAL else "")
@@ -170,14 +169,16 @@ def of_one_order(found: Verdict, problem: Problem, posterior: Posterior) -> Verd
     return found._replace(reason=f"{found.reason}; besides, {why}", remedy=remedy, narrow=True)
 
 
-def _far(by: Mirror, posterior: Posterior) -> bool:
-    """Whether the image of the result's mean lies farther from it than one mode is wide."""
+def _far(by: Mirror, problem: Problem, posterior: Posterior) -> bool:
+    """Whether the image of the result's mean lies farther from it than one mode is wide, where no mirror leads."""
     if (refined := posterior.refined) is not None:
         mean = refined.weights @ refined.z
         sd = (refined.weights @ (refined.z - mean).square()).sqrt()
     else:
         mean, sd = (v.cpu().double() for v in (posterior.eta["loc"], posterior.family.stddev(posterior.eta)))
-    return bool(((by(mean) - mean).abs() > APART * sd).any())
+    image = by(mean)
+    looked = (m(mean) for part in mirrors(problem.layout) for m in part)
+    return bool(((image - mean).abs() > APART * sd).any()) and not any(torch.allclose(image, at) for at in looked)
 
 
 def unsettled(rest: Rest, reason: str, remedy: str) -> Verdict:

@@ -276,12 +276,6 @@ class Mirror(NamedTuple):
     def rigid(self) -> bool:
         return not len(self.turned) and not self.shares
 
-    def like(self, other: Mirror) -> bool:
-        """Whether it is the same map."""
-        shares = [[(where.tolist(), *ab) for where, *ab in m.shares] for m in (self, other)]
-        alike = all(torch.equal(a, b) for a, b in zip(self[:3], other[:3], strict=True))
-        return alike and shares[0] == shares[1]
-
     def __call__(self, z: Tensor) -> Tensor:
         """The image of z (n,)."""
         z = self.signs * z[self.order]

@@ -244,11 +244,37 @@ def test_orders_that_no_mirror_leads_to_are_no_convergence() -> None:
         y = torch.where(left, x[:, :3] @ b[0], x[:, :3] @ b[1]) + x[:, 3] - x[:, 4]
         silos.append({"x": x, "y": y + 0.5 * torch.randn(150, generator=rng)})
     problem = problem_of(lines, X)
-    (found,) = exchanges(problem)
-    assert not any(found.by.like(m) for part in mirrors(problem.layout) for m in part)
+    assert not _mirrored(problem)
     result, warned = fitted(lines, silos, sf.PVI())
     assert result.converged is False
     assert SAID in warned
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitting, "of_one_order", lambda verdict, problem, posterior: verdict)
         assert fitted(lines, silos, sf.PVI())[0].converged is True
+
+
+def _mirrored(problem: Any) -> bool:
+    """Whether some mirror leads where components that change places do."""
+    (found,), z = exchanges(problem), made(problem.layout.size("global"))
+    return any(torch.allclose(found.by(z), m(z)) for part in mirrors(problem.layout) for m in part)
+
+
+def test_where_a_mirror_leads_to_the_other_orders_a_run_may_be_called_converged() -> None:
+    """Of seven numbers, so that no scouts look: two components in a plane, of which draws around both orders are the
+    result."""
+
+    def model(y: Tensor) -> None:
+        mu, share = pyro.sample("mu", normal(2, 2)), pyro.sample("share", dist.Dirichlet(torch.ones(2)))
+        sd = pyro.sample("sd", dist.LogNormal(torch.zeros(2), 0.5).to_event(1))
+        mixed(share, dist.Normal(mu, sd.unsqueeze(-1)).to_event(1), y)
+
+    silos = []
+    for seed in range(2):
+        rng = torch.Generator().manual_seed(seed)
+        left = (torch.rand(120, generator=rng) < 0.4).unsqueeze(-1)
+        silos.append({"y": torch.where(left, -2.0, 2.0) + torch.randn(120, 2, generator=rng)})
+    assert _mirrored(problem_of(model, {"y": made(20, 2)}))
+    result, warned = fitted(model, silos, sf.PVI())
+    assert result.converged is True
+    assert SAID not in warned
+    assert result.refined is not None
