@@ -181,6 +181,7 @@ def _facts(job: Job) -> dict[str, Any]:
     return {
         "noise": job.description.get("noise"),
         "public": job.description.get("public"),
+        "people": job.description.get("adjacency") == REPLACE,
         "rng": job.description.get("rng"),
         "sampled": any(isinstance(s, PoissonSampled) and s.rate < 1 for s in singles),
         "floating": any(_is_gaussian(s) for s in singles),
@@ -265,11 +266,13 @@ def adversary(jobs: Sequence[Mapping[str, Any]]) -> str:
         said += f", with up to {min(most)} other institution{'s' * (min(most) != 1)} in league"
     if "server" in placed:
         said += ", but not against the server of jobs whose noise it adds itself"
-    counted = any("number of records" in (job["public"] or ()) for job in jobs)
-    return f"{said}. The number of records of this data set " + (
-        "was declared public by a job."
-        if counted
-        else "was not released without noise, and this report does not know it."
+    if any("number of records" in (job["public"] or ()) for job in jobs):
+        return f"{said}. The number of records of this data set was declared public by a job."
+    if any(job["people"] for job in jobs):  # whose rows all parties have in one order
+        return f"{said}. Their number is known to all parties of a job over different columns of the same people."
+    return (
+        f"{said}. The number of records of this data set was not released without noise, and this report does not know "
+        "it."
     )
 
 
@@ -432,7 +435,9 @@ def _table(jobs: list[JobReport]) -> list[str]:
     if not jobs:
         return ["No job was charged.", ""]
     width = max(3, *(len(j.job) for j in jobs))
-    lines = [f"{'job':{width}}  {'opened':20}  {'epsilon':>9}  {'by':4}  {'in total':>9}  released / declared, noise"]
+    lines = [
+        f"{'job':{width}}  {'opened':20}  {'epsilon':>9}  {'by':4}  {'in total':>9}  released at most / declared, noise"
+    ]
     for j in jobs:
         counts = ", ".join(f"{t['phase']} {t['released']}/{t['count']}" for t in j.terms)
         about = [counts, f"{j.noise} noise" if j.noise else "noise placement undeclared"]

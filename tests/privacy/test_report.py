@@ -203,6 +203,20 @@ def test_what_a_job_declared_is_in_words_and_on_the_page_alike(tmp_path: Path) -
     assert "Equal service" not in " ".join(read_report(_unclipped(tmp_path / "u")).not_covered)
 
 
+@pytest.mark.parametrize("adjacency", ["replace one", "add or remove one"])
+def test_of_columns_all_parties_know_how_many_people_there_are(tmp_path: Path, adjacency: str) -> None:
+    """The control has silos of records, whose number is told nobody."""
+    ledger = Ledger.open(tmp_path / "l", "s", create=True)
+    ledger.set_budget(Budget("adults", 3.0, 1e-6))
+    about = {"algorithm": "vertical", "adjacency": adjacency}
+    ledger.open_job(Job("j", "adults", "record", 1e-5, (Term("gradient", SAMPLED, 30),), about)).close("finished")
+    ledger.close()
+    said = " ".join(report_text(read_report(tmp_path / "l")).split())
+    assert ("Their number is known to all parties" in said) == (adjacency == "replace one")
+    assert ("this report does not know it" in said) == (adjacency != "replace one")
+    assert "released at most / declared" in said  # blocks that were reserved count whole
+
+
 def _unclipped(path: Path) -> Path:
     ledger = Ledger.open(path, "s", create=True)
     ledger.set_budget(Budget("adults", 3.0, 1e-6))
