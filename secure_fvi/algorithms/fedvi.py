@@ -225,7 +225,9 @@ class FedVIProgram(FedAvgProgram):
         elif clear:
             found = "the objective was still rising when the rounds were over"
         else:
-            return Verdict(False, f"rounds too few to tell whether the objective is level; {advice}", details)
+            return Verdict(
+                False, f"not assessed: rounds too few to tell whether the objective is level; {advice}", details
+            )
         return Verdict(False, f"{found}, by {abs(change):.3g} nats a record; {advice}", details)
 
     def _change(self, state: Any) -> tuple[float, float, bool]:
