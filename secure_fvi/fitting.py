@@ -22,7 +22,7 @@ from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Algorithm
-from secure_fvi.algorithms.final_server import of_one_order
+from secure_fvi.algorithms.label_switching import of_one_order
 from secure_fvi.algorithms.prior import NoStart
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI

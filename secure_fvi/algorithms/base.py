@@ -255,9 +255,8 @@ class Verdict(NamedTuple):
     details: Mapping[str, float | None]  # the numbers that it rests on
     moving: bool = False  # of a run that is not assessed: whether it was seen to be far from rest
     remedy: str = ""  # what to try, unless converged
-    narrow: bool = (
-        False  # whether q was seen to be much narrower than the posterior, or may be at one of its modes alone
-    )
+    #: Whether q was seen to be much narrower than the posterior, or may be at one of its modes alone.
+    narrow: bool = False
 
     @property
     def said(self) -> str:

@@ -14,23 +14,19 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import hiding
-from secure_fvi.algorithms.base import Posterior, Problem, Verdict
+from secure_fvi.algorithms.base import Problem, Verdict
 from secure_fvi.algorithms.natural import Natural, distance
 from secure_fvi.algorithms.stationarity import CURVE, SLOPE, TOLD_TOGETHER, VALUE, blocks, lower, packed, times
 from secure_fvi.algorithms.weighing import (
     APART,
-    SCOUTED,
     UP_TO,
     VALLEY,
     WEIGHED,
-    Mirror,
     Part,
     Points,
     block_of,
-    exchanges,
     finite,
     mirrored,
-    mirrors,
     points,
     q_part,
     sds_from,
@@ -40,11 +36,6 @@ from secure_fvi.compiled import over_draws
 from secure_fvi.families import Params
 from secure_fvi.families.gaussian import LOG_2PI
 
-#: What says in a verdict's details that it was looked for other modes; kinds of components that are named; how near
-#: those of a point are alike; and what to do.
-_LOOKED, _SEVERAL, _STILL_ALIKE = "mean_error_sd", 3, 1e-4
-_ORDER = "give components an order in the program (an ordered vector, or priors apart)"
-_START_APART = "begin with components apart (start={...} of the model)"
 #: A run may be called converged where one step from its q would go at most so far, in posterior sds.
 AT_REST = 0.15
 #: And where the step's Monte-Carlo error, 3 standard errors, is at most so large.
@@ -137,48 +128,6 @@ def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict
         return unsettled(rest, what, advice)
     what = f"at the final q the slope of the bound over all records would still move it by {rest.step:.2g} sds"
     return unsettled(rest, f"{found}, but {what}", advice)
-
-
-def of_one_order(found: Verdict, problem: Problem, posterior: Posterior) -> Verdict:
-    """With what is to be said where components of the model change places (`exchanges`, which look at the program
-    alone) and nobody looked for the places that they change to: `found`, of this posterior, is of one order of theirs,
-    or of a point where they are still all alike."""
-    looked = _LOOKED in found.details
-    if looked and (not found.converged or problem.layout.size("global") <= SCOUTED):  # of few numbers wherever they are
-        return found
-    kinds = exchanges(problem)
-    if looked:
-        kinds = [kind for kind in kinds if _far(kind.by, problem, posterior)]
-    if not kinds:
-        return found
-    which = "; or ".join(str(kind) for kind in kinds[:_SEVERAL]) + ("; and others" if len(kinds) > _SEVERAL else "")
-    same = f"whatever the data, the posterior is the same where components change places ({which})"
-    if found.converged and not looked:  # a point at rest
-        at = posterior.eta["loc"].cpu().double()
-        if not any(torch.allclose(kind.by(at), at, rtol=0.0, atol=_STILL_ALIKE) for kind in kinds):
-            return found
-        why = f"{same}, and at the point that was found these are alike, which may be a saddle between their orders"
-        return found._replace(converged=None, reason=f"{found.reason}, but {why}", remedy=_START_APART, narrow=True)
-    why = (
-        f"{same}, and this run did not look at their other orders: what it says of them is of one order at most, and "
-        "of none where silos or rounds differ in it"
-    )
-    if found.converged:
-        return found._replace(converged=False, reason=f"{found.reason}, but {why}", remedy=_ORDER)
-    remedy = "; ".join(part for part in (found.remedy, _ORDER) if part)
-    return found._replace(reason=f"{found.reason}; besides, {why}", remedy=remedy, narrow=True)
-
-
-def _far(by: Mirror, problem: Problem, posterior: Posterior) -> bool:
-    """Whether the image of the result's mean lies farther from it than one mode is wide, where no mirror leads."""
-    if (refined := posterior.refined) is not None:
-        mean = refined.weights @ refined.z
-        sd = (refined.weights @ (refined.z - mean).square()).sqrt()
-    else:
-        mean, sd = (v.cpu().double() for v in (posterior.eta["loc"], posterior.family.stddev(posterior.eta)))
-    image = by(mean)
-    looked = (m(mean) for part in mirrors(problem.layout) for m in part)
-    return bool(((image - mean).abs() > APART * sd).any()) and not any(torch.allclose(image, at) for at in looked)
 
 
 def unsettled(rest: Rest, reason: str, remedy: str) -> Verdict:

@@ -15,8 +15,9 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi import fitting
 from secure_fvi.aggregation import Plain
-from secure_fvi.algorithms import final_server
-from secure_fvi.algorithms.weighing import exchanges, mirrors
+from secure_fvi.algorithms import label_switching
+from secure_fvi.algorithms.label_switching import exchanges
+from secure_fvi.algorithms.weighing import mirrors
 from secure_fvi.fitting import build_parties
 
 SAID = "the posterior is the same where components change places"
@@ -215,7 +216,7 @@ def test_a_run_that_does_not_look_at_other_orders_says_so(private: bool) -> None
         for said in (warned, str(result.summary()), result.convergence["reason"]):
             assert (SAID in said) == (model is two)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(final_server, "exchanges", lambda problem: [])
+        patch.setattr(label_switching, "exchanges", lambda problem: [])
         assert SAID not in fitted(two, silos, sf.SFVI(iterations=40), privacy)[1]
 
 
