@@ -280,6 +280,21 @@ def test_pvi_in_parts_keeps_what_the_later_rounds_say_of_all_sites(rounds: int, 
     assert result.privacy["sds"]["count_noise"] is not isinstance(expected, str)
 
 
+@pytest.mark.parametrize(("parts", "told"), [(4, False), (40, True)])
+def test_parts_that_are_cut_for_the_noise_of_their_own_site_give_no_interval(parts: int, told: bool) -> None:
+    """Which the job's terms tell, whatever the data. The control: ten times the parts, a tenth of that noise."""
+    data = coverage.drawn("linear", 300, 1, torch.Generator().manual_seed(0))
+    silos = [{"x": data.x[0, j::3], "y": data.y[0, j::3]} for j in range(3)]
+    with pytest.warns(sf.SecureFVIWarning):
+        result = sf.fit(
+            sf.FederatedModel(coverage.linear, "row"), silos,
+            sf.PVI(rounds=4, local_optimizer="closed_form", family="full", virtual_clients=parts), sf.Plain(),
+            privacy=sf.RecordDP(noise_multiplier=1.0, clipping_norm=100.0, noise="silo", retries=0), noise_key=b"k",
+            compile=False,
+        )  # fmt: skip
+    assert ("of the clipping norm (0.2 at most)" not in result.privacy["sds"].get("because", "")) == told
+
+
 def test_intervals_of_noised_sites_cover() -> None:
     """200 intervals of 20 sums of sites: fewer than 178 by chance less than once in 1,000 where they cover 95%; they
     are at most three times as wide as noise and data make them for whoever knows the curvature. The control takes the

@@ -34,7 +34,7 @@ from torch.func import vmap
 
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
 from secure_fvi.algorithms.noise_aware import of_sites
-from secure_fvi.algorithms.pvi import _SETTLING, _TURNOVERS, moved_by
+from secure_fvi.algorithms.pvi import _SETTLING, _TURNOVERS, MOST_SITE_NOISE, moved_by, site_noise
 from secure_fvi.privacy.settings import Placement, RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi_lab.bench.coverage import DELTA, DIMENSIONS, Data, drawn
@@ -107,8 +107,8 @@ def _row(mode: str, silos: int, epsilon: float, data: Data, rng: torch.Generator
         settled = _settled(_sites(data, silos, parts, rng), silos, epsilon, how == "by silo", rng)
         if settled is None:
             return row
-        found, variance, norm = settled
-        row |= _by_run(found, variance, data.beta, exact)
+        found, variance, norm, noise = settled
+        row |= _by_run(found, variance, data.beta, exact) if noise <= MOST_SITE_NOISE else {"given": 0}
     seen = curvature @ torch.linalg.inv(curvature + variance * _EYE)
     covariance = torch.linalg.inv(_EYE + seen @ curvature)
     mean = (covariance @ seen @ found[:, :DIMENSIONS].unsqueeze(-1)).squeeze(-1)
@@ -147,16 +147,16 @@ def _sites(data: Data, silos: int, parts: int, rng: torch.Generator) -> Tensor:
 
 def _settled(
     sites: Tensor, silos: int, epsilon: float, by_silo: bool, rng: torch.Generator
-) -> tuple[Tensor, float, float] | None:
-    """(B, packed) the mean over rounds of what a total says of all sites, its noise's variance, and the norm; None for
-    none."""
+) -> tuple[Tensor, float, float, float] | None:
+    """(B, packed) the mean over rounds of what a total says of all sites, its noise's variance, the norm, and the noise
+    in a site, in norms; None for none."""
     places = silos if by_silo else 1  # that have a site each
     t = sites.unflatten(1, (places, -1))
     parts, damping = t.shape[2], min(1.0, _TURNOVERS / ROUNDS)
     quantile = _within((t - t.mean(2, keepdim=True)).norm(dim=-1), rng)
     placement: Placement = "silo" if by_silo else "distributed"
     one = _variance(epsilon, placement, silos, ROUNDS, 1.0, _PACKED) / places  # of a place's total, norms as units
-    noise = math.sqrt(one * _PACKED * damping / (2 - damping)) / parts
+    noise = site_noise(one, _PACKED, damping, parts)
     if noise > MOST_NOISE:
         return None
     norm = 2 * quantile / (1 - 2 * noise)
@@ -170,7 +170,7 @@ def _settled(
             said += total + site
             counted += 1
         site = site + damping * total if by_silo else vmap(vmap(_moved))(site, damping * total)
-    return (said / counted).sum(1), variance * places / counted, norm
+    return (said / counted).sum(1), variance * places / counted, norm, noise
 
 
 def _within(norms: Tensor, rng: torch.Generator) -> float:
