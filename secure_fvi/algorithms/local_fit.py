@@ -580,8 +580,8 @@ class SiloFit:
         rate, count = share * self.config.decay**visits, min(_ENDING, steps // 4)
         most, private = steps - count, self.problem.privacy is not None
         if private:
-            slowest = rate * self.families.first_rate(True) * self.config.scale_rate
-            most = min(most, math.ceil(_NEWTON_STEPS * (1 if visits else FIRST_FIT) / slowest))
+            pace = rate * self.families.first_rate(True) * self.config.scale_rate  # 0 after long decay
+            most = min(most, math.ceil(_NEWTON_STEPS * (1 if visits else FIRST_FIT) / max(pace, 1e-9)))
         seen: list[Tensor] = []
         ending = iter(range(count))
 
