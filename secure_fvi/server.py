@@ -166,7 +166,8 @@ _MEANINGFUL = 100.0
 
 
 def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
-    """Unit, epsilon and delta of all releases of a job, the mechanism's numbers and what was declared public."""
+    """Unit, epsilon and delta of all releases of a job, the mechanism's numbers and what was declared public. charged:
+    what a ledger takes for it on which nothing was spent, by RDP, since nothing else adds up over jobs."""
     from secure_fvi.privacy.accountants import epsilon
 
     first = next(iter(terms.values()))
@@ -180,6 +181,7 @@ def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
         "epsilon": spent,
         "delta": settings.delta,
         "accountant": "pld" if exact else "rdp",
+        "charged": epsilon(job, settings.delta, "ledger") if by_rdp < _MEANINGFUL else by_rdp,
         **description(terms, noise),
     }
     if first.adjacency == REPLACE:

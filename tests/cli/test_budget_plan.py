@@ -13,9 +13,11 @@ from secure_fvi.errors import BudgetError
 from secure_fvi.privacy import accountants
 from secure_fvi.privacy.accountants import of_group
 from secure_fvi.privacy.events import Gaussian, PoissonSampled, Repeated
+from secure_fvi.privacy.gate import NoiseSource
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
+from secure_fvi.server import claim
 
 BASE = ("budget", "plan", "--delta", "1e-5")
 
@@ -73,8 +75,9 @@ def group_delta(mu: float, epsilon: float) -> float:
 @pytest.mark.parametrize("noise", ["silo", "distributed"])
 @pytest.mark.parametrize("unit", ["record", "silo"])
 def test_plan_run_and_ledger_give_one_number(cli: CommandLine, tmp_path: Path, noise: str, unit: str) -> None:
-    """The noise that is planned is the noise that a run takes, and the ledger admits it in a budget of that epsilon and
-    in none that is 1% smaller. The control is the plan by PLD, which names a noise that this budget refuses."""
+    """The noise that is planned is the noise that a run takes, which says what it is charged, and the ledger admits it
+    in a budget of that epsilon and in none that is 1% smaller. The control is the plan by PLD, which names a noise that
+    this budget refuses."""
     rate, rounds, epsilon = (0.05 if unit == "record" else 1.0), 40, 1.0
     options = ("--rounds", str(rounds), "--epsilon", "1", "--unit", unit, "--noise", noise, "--silos", "5")
     sampled = ("--sampling-rate", str(rate)) if unit == "record" else ()
@@ -82,6 +85,9 @@ def test_plan_run_and_ledger_give_one_number(cli: CommandLine, tmp_path: Path, n
     kind = RecordDP if unit == "record" else SiloDP
     terms = agree(kind(epsilon=epsilon, delta=1e-5, noise=noise), 5, rate, rounds, Extent(12, 0, 0))  # type: ignore[arg-type]
     assert found["noise_multiplier"] == pytest.approx(terms.noise_multiplier, rel=0.01)
+    said = claim({"round": terms}, NoiseSource(b"k" * 32))
+    assert said["charged"] == pytest.approx(epsilon, rel=0.01)
+    assert said["epsilon"] <= said["charged"]
     job = Job("fit", "adults", unit, 1e-5, (Term("round", terms.event, terms.releases),), {})
     ledger = Ledger.open(tmp_path / "ledger.sqlite", "hospital-a", create=True)
     ledger.set_budget(Budget("adults", epsilon, 1e-5, unit))
