@@ -62,6 +62,15 @@ def own_file(path: Path, remedy: str = "put its newest copy back, or begin anoth
         raise RecordError(f"'{path}' is not what was written there: {why}; {remedy}") from error
 
 
+def own_bytes(path: Path, length: int) -> bytes:
+    """A file of this party's own, of so many bytes. Raises RecordError, as `own_file` does, for others."""
+    with own_file(path):
+        found = path.read_bytes()
+        if len(found) != length:
+            raise ValueError(f"{len(found)} bytes")
+    return found
+
+
 @contextlib.contextmanager
 def own_files() -> Iterator[None]:
     """Likewise of a party's own files whose readers raise InputError that names them and says what to do, as of rosters

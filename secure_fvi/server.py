@@ -174,14 +174,15 @@ def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
     settings = first.settings
     job = Composed(tuple(t.job for t in terms.values()))
     by_rdp = epsilon(job, settings.delta, "rdp")
-    exact = by_rdp < _MEANINGFUL and not any(t.resolution for t in terms.values())
+    meaningful = by_rdp < _MEANINGFUL
+    exact = meaningful and not any(t.resolution for t in terms.values())
     spent = epsilon(job, settings.delta, "pld") if exact else by_rdp
     found = {
         "unit": settings.unit,
         "epsilon": spent,
         "delta": settings.delta,
         "accountant": "pld" if exact else "rdp",
-        "charged": epsilon(job, settings.delta, "ledger") if by_rdp < _MEANINGFUL else by_rdp,
+        "charged": epsilon(job, settings.delta, "ledger") if meaningful else by_rdp,
         **description(terms, noise),
     }
     if first.adjacency == REPLACE:

@@ -80,7 +80,7 @@ from secure_fvi.deployment.trail import MATCHED
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
-from secure_fvi.files import own_file, write_atomically
+from secure_fvi.files import own_bytes, own_file, write_atomically
 from secure_fvi.privacy.chain import signed
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.runs.columns import response_columns, row_ids, silo_columns
@@ -208,11 +208,7 @@ class ColumnsJob(SiteJob):
         file = Path(name.rpartition(":")[0])
         said = hashlib.sha256(name.encode() + (file.read_bytes() if file.is_file() else b"")).digest()
         path = self.folder / "predictor"
-        begun = path.read_bytes() if path.exists() else said
-        with own_file(path):
-            if len(begun) != len(said):
-                raise ValueError(f"{len(begun)} bytes")
-        if begun != said:
+        if path.exists() and own_bytes(path, len(said)) != said:
             raise PolicyError(
                 f"silo '{self.home.id}': its predictor is not that which the job began with; put that file back"
             )

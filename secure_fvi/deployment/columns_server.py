@@ -58,7 +58,7 @@ from secure_fvi.deployment.trail import CHARGED, Trail
 from secure_fvi.driving import Run
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
-from secure_fvi.files import own_file, write_atomically
+from secure_fvi.files import own_bytes, own_file, write_atomically
 from secure_fvi.privacy.gate import Gate, KeptNoise
 from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.settings import DP
@@ -76,15 +76,6 @@ def _kept_secret(path: Path, home: Home, job: str) -> bytes:
         write_atomically(path, sealer.seal(job, os.urandom(32)), private=True)
     with own_file(path, "put its newest copy back: what was released before it was lost would get other noise"):
         return sealer.open(job, path.read_bytes())
-
-
-def _kept(path: Path, length: int) -> bytes:
-    """So many bytes that this process has written down. Raises RecordError for others."""
-    with own_file(path):
-        found = path.read_bytes()
-        if len(found) != length:
-            raise ValueError(f"{len(found)} bytes")
-    return found
 
 
 def _matching_goes_on(done: int, of: int) -> None:
@@ -263,7 +254,7 @@ class ServerColumns:
                 raise InputError("alignment: no identifier stands in all files; is it written alike everywhere?")
             _log.info("people: %d matched", found.matched)
             write_atomically(path, found.order + found.matched.to_bytes(8, "big"))
-        kept = _kept(path, 40)
+        kept = own_bytes(path, 40)
         return kept[:32], int.from_bytes(kept[32:], "big")
 
     def _passed_on(self, joined: Mapping[str, Schema], folder: Path, exchange: Exchange) -> bytes:
@@ -271,7 +262,7 @@ class ServerColumns:
         assert self.holder is not None
         told = folder / "told"
         if told.exists():
-            return _kept(told, 32)
+            return own_bytes(told, 32)
         known = {}
         for silo, schema in sorted(joined.items()):
             said = schema.constants

@@ -43,7 +43,7 @@ from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, RecordError, SessionLost
 from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, Schema, check_schemas_agree
-from secure_fvi.files import own_file, write_atomically
+from secure_fvi.files import own_bytes, own_file, write_atomically
 from secure_fvi.fitting import result_of
 from secure_fvi.messages import SUM
 from secure_fvi.mixed_model import MixedModel
@@ -376,11 +376,7 @@ class Hub:
     def _believed(self) -> int:
         """The last sum charged before the session that was opened last, by the silos' word then."""
         path = self._kept / "charged"
-        content = path.read_bytes() if path.exists() else bytes(8)
-        with own_file(path):
-            if len(content) != 8:
-                raise ValueError(f"{len(content)} bytes")
-        return int.from_bytes(content, "big")
+        return int.from_bytes(own_bytes(path, 8), "big") if path.exists() else 0
 
     def _end(self, server: Server, result: Result) -> None:
         """Tell the silos, so that each keeps its own posterior; under `drop`, one that is away does not learn of it."""

@@ -71,7 +71,7 @@ from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
 from secure_fvi.errors import DataError, InputError, ProtocolError, RecordError, SessionLost
 from secure_fvi.federated_model import Records, Schema, check_repeats, cohort_digest, read_data
-from secure_fvi.files import make_private, own_file, sync_folder, write_atomically
+from secure_fvi.files import make_private, own_bytes, own_file, sync_folder, write_atomically
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate, NoiseSource
 from secure_fvi.privacy.settings import RecordDP, exact_totals
@@ -684,10 +684,7 @@ class Cohort:
         self._job, self._data_set, self._path = offer.job, offer.data_set, folder / "cohort"
         self._before, self._left = home.state_folder / _COHORTS, left
         self._kept = _cohorts(home)
-        self._begun = self._path.read_bytes() if self._path.exists() else None
-        with own_file(self._path):
-            if self._begun is not None and len(self._begun) != len(self._held):
-                raise ValueError(f"{len(self._begun)} bytes")
+        self._begun = own_bytes(self._path, len(self._held)) if self._path.exists() else None
         if self._none:
             return
         if self._begun is not None and self._begun != self._held:
