@@ -187,8 +187,9 @@ class SiteJob:
             privacy,
             Machine(config.run.device, dtype, config.run.compile, work),
         )
-        self.program = algorithm.silo(self.problem)
-        self._family = algorithm.server(self.problem)
+        with _of_the_job(home.id):
+            self.program = algorithm.silo(self.problem)
+            self._family = algorithm.server(self.problem)
         self._agree(aggregation, algorithm, own.records.size)
 
         def derived() -> bytes:
@@ -756,6 +757,18 @@ def _of_data(silo: str) -> Iterator[None]:
     except Exception as error:
         what = str(error) if isinstance(error, InputError) else f"its data cannot be read ({type(error).__name__})"
         raise DataError(f"silo '{silo}': {what}") from error
+
+
+@contextlib.contextmanager
+def _of_the_job(silo: str) -> Iterator[None]:
+    """What an algorithm says of options and a model that do not go together follows from the offer and from names and
+    types of columns, which the server is told: it may hear the reason, and what to do."""
+    try:
+        yield
+    except DataError:
+        raise
+    except InputError as error:
+        raise ProtocolError(f"silo '{silo}': {error}") from error
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

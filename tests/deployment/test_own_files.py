@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from consortium_run import Job
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from deployment_world import NOW, World
 from fuzzing import opened_job, reopened
 from test_unfit_data import PRIVACY, Study
 
 from secure_fvi.aggregation.base import carry
-from secure_fvi.deployment import deciding, going, holding, serving, site_job, status
+from secure_fvi.aggregation.store import Sealer
+from secure_fvi.deployment import columns_job, columns_server, deciding, going, holding, serving, site_job, status
 from secure_fvi.deployment import home as home_module
 from secure_fvi.deployment import site as site_module
+from secure_fvi.deployment.columns_server import ServerColumns
 from secure_fvi.deployment.going import Unfit
+from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.driving import Progress
-from secure_fvi.errors import ProtocolError, RecordError
+from secure_fvi.errors import ProtocolError, RecordError, SecureFVIError
 from secure_fvi.silo import UNANSWERABLE
 
 
@@ -244,6 +250,70 @@ def test_a_silo_without_its_state_answers_no_question_anew(
         carry(again.server.round(), again.exchange)  # a second total of one question
         assert again.server.rounds == 1
     begun.close()
+
+
+def test_a_key_that_is_gone_under_a_job_is_not_made_anew(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under another key the site would take its own rows for another's. The control makes one, and does."""
+    begun = _Begun(world, tmp_path)
+    begun.found.sites["east"].close()
+    path = begun.home.path / "state.key"
+    kept = path.read_bytes()
+    path.unlink()
+    with pytest.raises(RecordError, match=r"state.key' is gone, with which what is kept of job '.*put its newest copy"):
+        begun.asked()
+    assert not path.exists()
+    path.write_bytes(kept)
+    path.chmod(0o600)
+    begun.asked()
+    begun.found.sites["east"].close()
+    path.unlink()
+    monkeypatch.setattr(home_module.Home, "_check_nothing_sealed", lambda *_: None)
+    with pytest.raises(Exception, match=r"put them back|was not sealed by this party"):
+        begun.asked()
+    begun.close()
+
+
+def _opened_by(folder: Path) -> X25519PrivateKey:
+    job = SimpleNamespace(folder=folder, _sealer=Sealer(bytes(32), b"shared-response"), _key_slot="job/response.key")
+    return columns_job.ColumnsJob._opener(cast(columns_job.ColumnsJob, job))
+
+
+#: Of which a reader of its own notices that they are not what was written.
+_UNREAD = {"ended", "response.key", "response.noise"}
+#: Files of a site or a server that hold a word or two, and what reads each of a folder.
+_READERS: dict[str, Callable[[Path, Home], Any]] = {
+    "ended": lambda folder, home: site_module._said_at_the_end(folder / "ended"),
+    "charged": lambda folder, home: serving.Hub._believed(cast(serving.Hub, SimpleNamespace(_kept=folder))),
+    "people": lambda folder, home: ServerColumns._carried(cast(Any, None), cast(Any, None), home, folder, cast(Any, 0)),
+    "told": lambda folder, home: ServerColumns._passed_on(
+        cast(ServerColumns, SimpleNamespace(holder="east")), {}, folder, cast(Any, None)
+    ),
+    "response.key": lambda folder, home: _opened_by(folder),
+    "response.noise": lambda folder, home: columns_server._kept_secret(folder / "response.noise", home, "job"),
+}
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc1" * 7, b"\xc1" * 99], ids=len)
+@pytest.mark.parametrize("name", _READERS)
+def test_a_short_file_of_ones_own_that_is_damaged_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
+) -> None:
+    """The control fails at a number, or without a word of which file it was, or goes on with what is there."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RecordError, match=rf"{name}' is not what was written there: .*; put its newest copy back"):
+        _READERS[name](tmp_path, world.homes["hub"])
+    for module in (site_module, columns_job, columns_server):
+        monkeypatch.setattr(module, "own_file", _as_it_comes, raising=False)
+    for module in (columns_server, serving):
+        monkeypatch.setattr(module, "own_bytes", lambda path, length: path.read_bytes())
+    if name not in _UNREAD:
+        assert _READERS[name](tmp_path, world.homes["hub"]) is not None
+        return
+    with pytest.raises((SecureFVIError, ValueError)) as found:
+        _READERS[name](tmp_path, world.homes["hub"])
+    assert "put its newest copy back" not in str(found.value)
 
 
 class _Stopped(Exception):

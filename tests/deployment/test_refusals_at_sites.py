@@ -536,6 +536,19 @@ def test_sums_that_the_roster_does_not_allow_are_no_fault_of_the_data(world: Wor
         assert UNANSWERABLE not in site._trail.chain.jobs[offer.job].omissions
 
 
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_options_that_do_not_go_with_the_model_are_no_fault_of_the_data(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool
+) -> None:
+    """The server hears which, and what to do. In the control it hears that a silo's data do not fit."""
+    if not rule:
+        monkeypatch.setattr(site_job, "_of_the_job", lambda silo: nullcontext())
+    algorithm = {"name": "pvi", "rounds": 2, "virtual_clients": 2, "damping": 0.5}
+    said = "use virtual_clients = 1" if rule else "its data do not fit"
+    with pytest.raises(ProtocolError, match=rf"silo '.*{said}"):
+        Job(world, tmp_path, algorithm=algorithm).run()
+
+
 def test_a_sites_state_and_its_ledger_agree(world: World, tmp_path: Path) -> None:
     machines, bag = site_world(world, tmp_path, DATA)
     handle = machines[0].take
