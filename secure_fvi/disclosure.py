@@ -185,7 +185,8 @@ class Disclosure:
     kind: of the sums; "masked-unchecked" and "homomorphic-unmasked" are the weaker forms. lacking: silos that a total
     may lack by the option that says so: shares are dealt for as many, whether or not any total lacks one. differences:
     exact sums of its rounds that may. withstands: silos that a lying server may have in league before a sum shows it a
-    single term, all others where that is so of any number; 0 where sums have no masks.
+    single term, all others where that is so of any number; 0 where sums have no masks. uncounted: why no posterior of a
+    private job will count the noise, where its program is known and tells it.
     """
 
     algorithm: str
@@ -202,6 +203,7 @@ class Disclosure:
     people: bool = False
     labels: str = ""
     withstands: int = 0
+    uncounted: str = ""
 
     @property
     def exact(self) -> bool:

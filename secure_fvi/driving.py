@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from secure_fvi.server import Server
 
 #: In a folder of checkpoints, of a private run for which nobody named a ledger.
 _LEDGER = "ledger.sqlite"
+_log = logging.getLogger(__name__)
 _OBJECTIVE_ROUNDS = 200  # the reported bound is the mean over so many last rounds
 R = TypeVar("R")
 E = TypeVar("E", bound=Transport)
@@ -184,6 +186,8 @@ class Run(Generic[R]):
         resumed = resume and checkpoints is not None
         done = _restore(self.server, self.engine, checkpoints) if resumed and checkpoints else NOTHING_DONE
         self.server.skip_to(skipped)
+        if not self.server.rounds and (why := self.server.program.uncounted):
+            _log.warning("under privacy what is found will not count the noise: %s", why)
         self._began = (time.monotonic() if began is None else began) - done.seconds
         self.objectives, self.finished, self._closed = list(done.objectives), done.finished, False
         #: Sums that end the job, done in this process; None where some may have been before it.

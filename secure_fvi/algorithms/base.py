@@ -485,6 +485,12 @@ class ServerProgram(Protocol):
         """Of the form that this job's posterior has; silos hold what the server names at the end against it."""
         ...
 
+    @property
+    def uncounted(self) -> str | None:
+        """Under differential privacy, why no posterior of this job will count its noise, as options and model tell
+        before anything is charged; "" without privacy, None where one may."""
+        ...
+
     def noise_aware(self, state: Any) -> NoiseAware | str:
         """Under differential privacy, the posterior that counts its noise; or in words why there is none."""
         ...

@@ -178,6 +178,10 @@ class CheckedProgram(Program):
     def clipped(self, state: CheckedState) -> Clipped | None:
         return self._own.clipped(state.own)
 
+    @property
+    def uncounted(self) -> str | None:
+        return self._own.uncounted
+
     def noise_aware(self, state: CheckedState) -> NoiseAware | str:
         return self._own.noise_aware(state.own)
 

@@ -283,8 +283,13 @@ class Program(ABC):
         once = terms.variance(terms.cohort, terms.settings.clipping_norm) * factor**2 / self.told_steps
         return Clipped.of(self.lengths.edges, state.counted[:-1] / rounds, once / rounds)
 
+    @property
+    def uncounted(self) -> str | None:
+        return f"it is not worked out how far noise moves {self.config.name}" if self.terms else ""
+
     def noise_aware(self, state: Any) -> NoiseAware | str:
-        return f"it is not worked out how far noise moves {self.config.name}"
+        assert self.uncounted is not None, "an algorithm whose posterior may count noise says how"
+        return self.uncounted
 
     def local_fit(self, local: Any) -> LocalFit:
         """No latents of its own."""

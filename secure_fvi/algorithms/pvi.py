@@ -782,31 +782,44 @@ class PVIProgram(Program):
         firsts = state.firsts + 1
         return state.first + (said.pack() - state.first) / firsts, firsts
 
-    def noise_aware(self, state: PVIState) -> NoiseAware | str:
+    @functools.cached_property
+    def uncounted(self) -> str | None:
         if self._uncounted is not None:
             return self._uncounted
-        prior, terms = self.prior.exact({}), self.terms[ROUND_PHASE]
-        if prior is None:
+        if self.prior.exact({}) is None:
             return noise_aware.NOT_NORMAL
         line = noise_aware.straight(self.problem)
         if not line:
             return NOT_TWICE if line is None else noise_aware.NO_PARABOLA
-        if not state.firsts:
-            return "a silo was missing in " + ("every round that counts" if self.averaged else "the first round")
-        if terms.adaptive and state.firsts > 1:
-            return "the clipping norm moved before any step was taken"
-        clip, silos = terms.settings.clipping_norm, len(self.problem.silos)
-        each = terms.variance(silos, clip)
         if self.averaged and self.config.most_rounds > 1:
-            damping, parts = self._share, silos * self.config.virtual_clients
-            if (noise := site_noise(each, self.families.packed, damping, parts) / clip) > MOST_SITE_NOISE:
+            parts = len(self.problem.silos) * self.config.virtual_clients
+            noise = site_noise(self._each, self.families.packed, self._share, parts)
+            noise /= self.terms[ROUND_PHASE].settings.clipping_norm
+            if noise > MOST_SITE_NOISE:
                 return (
                     f"the noise in the site that all parts have in common is {noise:.2g} of the clipping norm "
                     f"({MOST_SITE_NOISE:g} at most), so that changes are cut whatever the data are; take more "
                     "virtual_clients, or a larger epsilon"
                 )
-        variance = each / state.firsts
-        return noise_aware.of_sites(self.families.unpack(state.first), variance, prior, self.config.least_information)
+        return None
+
+    @property
+    def _each(self) -> float:
+        """Variance of the noise in each number of a round's total."""
+        terms = self.terms[ROUND_PHASE]
+        return terms.variance(len(self.problem.silos), terms.settings.clipping_norm)
+
+    def noise_aware(self, state: PVIState) -> NoiseAware | str:
+        if (why := self.uncounted) is not None:
+            return why
+        if not state.firsts:
+            return "a silo was missing in " + ("every round that counts" if self.averaged else "the first round")
+        if self.terms[ROUND_PHASE].adaptive and state.firsts > 1:
+            return "the clipping norm moved before any step was taken"
+        prior = self.prior.exact({})
+        assert prior is not None
+        first, variance = self.families.unpack(state.first), self._each / state.firsts
+        return noise_aware.of_sites(first, variance, prior, self.config.least_information)
 
     def at_rest(self, state: PVIState) -> bool:
         """Whether every silo was in quiet rounds, none after a round that was not, and their sum does not move q."""

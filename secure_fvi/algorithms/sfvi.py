@@ -665,12 +665,20 @@ class SFVIProgram(StructuredProgram):
         norms, each = units * self.curved.gradient**2, variance / self.curved.unit**2
         return noise_aware.seen(state.trace, at, gradient, variance, norms, h, each)
 
-    def noise_aware(self, state: SFVIState) -> NoiseAware | str:
+    @functools.cached_property
+    def _line(self) -> bool | None:
+        return noise_aware.straight(self.problem)
+
+    @property
+    def uncounted(self) -> str | None:
         if self._uncounted is not None:
             return self._uncounted
-        clipping_norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, noise_aware.straight(self.problem)
-        if line is None:
-            return NOT_TWICE
+        return NOT_TWICE if self._line is None else None
+
+    def noise_aware(self, state: SFVIState) -> NoiseAware | str:
+        if (why := self.uncounted) is not None:
+            return why
+        clipping_norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, bool(self._line)
         norm = clipping_norm if self.curved is None else self.curved.gradient
         norm = norm if self.by_record or not line else math.nan
         sampled, floor = self.config.sampling_rate < 1, self.config.least_information

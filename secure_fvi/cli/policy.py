@@ -543,6 +543,8 @@ def _privacy_lines(d: Disclosure) -> Iterator[str]:
         "server": f"the server adds it, and sees exact totals before, {cut}",
     }
     yield f"noise: {where[dp.noise]}"
+    if d.uncounted:
+        yield f"what is found will not count the noise: {d.uncounted}"
 
 
 def _many(count: int, one: str, more: str = "") -> str:

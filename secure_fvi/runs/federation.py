@@ -248,7 +248,8 @@ def disclosure_of(
         model, schema, algorithm, sorted(ids), config.seed, privacy, Machine(config.run.device, dtype, False)
     )
     program = algorithm.server(problem)
-    return found.of_program(program.tables, program.terms, aggregation)
+    found = found.of_program(program.tables, program.terms, aggregation)
+    return replace(found, uncounted=program.uncounted or "")
 
 
 # ----

@@ -63,6 +63,10 @@ def test_blocks_and_noise_are_told_once_the_data_are_read(line: CommandLine) -> 
     for words in ("direct: 2;", "noise: Skellam, 3 times the clipping norm 1", "1 colluder and 0 losses", "noised"):
         assert words in text
     assert "exact" not in text
+    # Of intervals what options and program tell, before anything is charged; without privacy there is no noise.
+    none = "what is found will not count the noise: "
+    assert f"{none}latents of records and silos follow" in text
+    assert none not in _explain(line, "--with-data", "--sandbox", "off", "--set", "aggregation.kind=masked")
     # Of what SFVI sums without privacy two go only where the job says so.
     kept = "not sent of these, under privacy: "
     assert kept + "the bound or a part of it, a number of records" in text

@@ -843,6 +843,36 @@ def test_pvi_counts_the_noise_of_gaussian_likelihoods_alone() -> None:
     assert "no parabola" in result.privacy["sds"]["because"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "words"),
+    [
+        ("logistic", sf.PVI(rounds=1, local_steps=2, family="full"), "no parabola"),
+        ("linear", sf.PVI(rounds=4, local_steps=2, family="full", virtual_clients=4), "of the clipping norm"),
+        ("linear", sf.FedAvg(rounds=2, weights="equal", total_records=60), "not worked out how far noise moves fedavg"),
+        ("linear", sf.SFVI(iterations=4, average_last=0), "average_last = 0"),
+        ("linear", sf.SFVI(iterations=4), None),
+    ],
+    ids=["no parabola", "parts", "point", "no end", "none"],
+)
+def test_why_no_interval_will_count_the_noise_is_said_before_anything_is_charged(
+    caplog: pytest.LogCaptureFixture, kind: Any, algorithm: Any, words: str | None
+) -> None:
+    """Where options and program tell. The control is of a job that may have intervals, of which nothing is said."""
+    data = coverage.drawn(kind, 60, 1, torch.Generator().manual_seed(0))
+    silos = [{"x": data.x[0, j::3], "y": data.y[0, j::3]} for j in range(3)]
+    unit = sf.SiloDP if isinstance(algorithm, sf.FedAvg) else sf.RecordDP
+    privacy = unit(noise_multiplier=1.0, clipping_norm=10.0, noise="silo", retries=0)
+    run = sf.run(
+        sf.FederatedModel(getattr(coverage, kind), "row"), silos, algorithm, sf.Plain(), privacy=privacy,
+        noise_key=b"k", compile=False,
+    )  # fmt: skip
+    said = [r.getMessage() for r in caplog.records if "what is found will not count the noise" in r.getMessage()]
+    assert run.guards.last_index < 0 or not run.server.rounds
+    assert [words in line for line in said] == ([True] if words else [])
+    because = run.result().privacy["sds"].get("because", "")
+    assert run.server.program.uncounted is None or because == run.server.program.uncounted
+
+
 def test_broadcasts_that_do_not_move_along_a_number_tell_nothing_of_it() -> None:
     """Of three numbers one is asked at the same place in all rounds: its interval is the prior's, and soon found."""
     rng = torch.Generator().manual_seed(0)
