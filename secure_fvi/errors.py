@@ -22,6 +22,10 @@ class DataError(InputError):
     TOLD = "its data do not fit the model"
 
 
+class JobError(InputError):
+    """A job whose options and model do not go together, whatever anybody's data are: who offers it may hear why."""
+
+
 class UntestedOperation(InputError):
     """A program uses an operation of which no test says that it keeps rows apart where they are mapped."""
 
@@ -79,6 +83,8 @@ def told(error: Exception) -> str:
     asked for. An InputError may name its files, as a ledger that cannot be read."""
     if isinstance(error, PolicyError):
         return error.told
+    if isinstance(error, JobError):
+        return str(error)
     return HomeError.TOLD if isinstance(error, HomeError | InputError) else str(error)
 
 

@@ -31,6 +31,7 @@ from secure_fvi.errors import (
     BudgetError,
     DataError,
     InputError,
+    JobError,
     PolicyError,
     ProtocolError,
     SecureFVIError,
@@ -50,7 +51,7 @@ _log = logging.getLogger(__name__)
 #: Rows of messages that were not answered, and how many of them a job may have.
 REFUSED, _MOST_REFUSED = "refused", 1000
 #: What a message, a policy, a ledger or a disk makes fail.
-_NOT_OF_DATA = (ProtocolError, PolicyError, BudgetError, OSError)
+_NOT_OF_DATA = (ProtocolError, PolicyError, BudgetError, JobError, OSError)
 
 
 class Site:
@@ -283,7 +284,7 @@ def _said_at_the_end(path: Path) -> talk.Joined:
 def _for_trail(error: Exception) -> str:
     """What the paper trail says of an error: others read it, so that of all that may follow from data there is one
     sentence, and counts, lines and paths stand in the process's own log alone."""
-    if isinstance(error, ProtocolError | PolicyError | BudgetError):
+    if isinstance(error, ProtocolError | PolicyError | BudgetError | JobError):
         return printable(told(error))
     return type(error).__name__ if isinstance(error, OSError) else DataError.TOLD
 

@@ -69,7 +69,7 @@ from secure_fvi.deployment.session_messages import (
 )
 from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
-from secure_fvi.errors import DataError, InputError, ProtocolError, RecordError, SessionLost
+from secure_fvi.errors import DataError, InputError, JobError, ProtocolError, RecordError, SessionLost
 from secure_fvi.federated_model import Records, Schema, check_repeats, cohort_digest, read_data
 from secure_fvi.files import make_private, own_bytes, own_file, sync_folder, write_atomically
 from secure_fvi.messages import ROUND, decode_broadcast
@@ -187,7 +187,7 @@ class SiteJob:
             privacy,
             Machine(config.run.device, dtype, config.run.compile, work),
         )
-        with _of_the_job(home.id):
+        with _of_the_job():
             self.program = algorithm.silo(self.problem)
             self._family = algorithm.server(self.problem)
         self._agree(aggregation, algorithm, own.records.size)
@@ -760,15 +760,15 @@ def _of_data(silo: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _of_the_job(silo: str) -> Iterator[None]:
+def _of_the_job() -> Iterator[None]:
     """What an algorithm says of options and a model that do not go together follows from the offer and from names and
-    types of columns, which the server is told: it may hear the reason, and what to do."""
+    types of columns, which the server is told."""
     try:
         yield
     except DataError:
         raise
     except InputError as error:
-        raise ProtocolError(f"silo '{silo}': {error}") from error
+        raise JobError(str(error)) from error
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from secure_fvi.engines.stream_messages import (
     reason,
     split_address,
 )
-from secure_fvi.errors import BudgetError, DataError, PolicyError, ProtocolError, SessionLost, told
+from secure_fvi.errors import BudgetError, DataError, JobError, PolicyError, ProtocolError, SessionLost, told
 from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed
 
@@ -210,7 +210,7 @@ def answered(handle: Handler, job: str, message: bytes) -> tuple[int, bytes]:
     except SessionLost as error:
         _log.warning("%s", error)
         return RESTART, b""
-    except (ProtocolError, PolicyError) as error:
+    except (ProtocolError, PolicyError, JobError) as error:
         _log.warning("a message was refused: %s", error)
         return REFUSAL, reason(told(error))
     except DataError as error:  # it counts rows, which is for this site alone

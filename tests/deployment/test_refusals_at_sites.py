@@ -542,7 +542,7 @@ def test_options_that_do_not_go_with_the_model_are_no_fault_of_the_data(
 ) -> None:
     """The server hears which, and what to do. In the control it hears that a silo's data do not fit."""
     if not rule:
-        monkeypatch.setattr(site_job, "_of_the_job", lambda silo: nullcontext())
+        monkeypatch.setattr(site_job, "_of_the_job", nullcontext)
     algorithm = {"name": "pvi", "rounds": 2, "virtual_clients": 2, "damping": 0.5}
     said = "use virtual_clients = 1" if rule else "its data do not fit"
     with pytest.raises(ProtocolError, match=rf"silo '.*{said}"):
