@@ -47,6 +47,9 @@ Coding = Dictionary | Callable[[Iterable[str]], Dictionary]
 
 #: What DuckDB may hold at once, and how long it may take.
 MEMORY, SECONDS = "2GB", 600
+#: On one thread rows come in the same order every time. On several they do not where anything is joined, and DuckDB
+#: joins a long list in IN, as ours of gaps: beyond 122,880 rows, ids were those of other rows than a table's numbers.
+THREADS = "1"
 #: What a query may have of DuckDB's syntax tree: nodes, and functions in place of a table.
 _NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 _FUNCTIONS = {"unnest", "range", "generate_series"}
@@ -637,9 +640,8 @@ def opened(
         "allow_extension_repositories": "forbidden",
         "allow_persistent_secrets": "false",
         "python_enable_replacements": "false",
+        "threads": THREADS,
     }
-    if query is not None:  # on one thread rows come in the same order every time, whatever is joined
-        config["threads"] = "1"
     with (
         contextlib.ExitStack() as copies,
         _in_other_words(paths.values()),
@@ -703,7 +705,7 @@ def _held(table: Any, wanted: Sequence[str]) -> Iterator[Opened]:
     sizes = {names[int(c[1:])]: len(values) for c, values in cells.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(f"columns of different lengths: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
-    config = {"python_enable_replacements": "false"}
+    config = {"python_enable_replacements": "false", "threads": THREADS}
     duckdb = _duckdb()
     with _in_other_words(), duckdb.connect(":memory:", config=config) as connection:
         connection.execute("SET enable_progress_bar = false")

@@ -27,7 +27,9 @@ from secure_fvi import tables
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import _ragged, cohort_digest, data_columns
+from secure_fvi.runs.columns import read_ids
 from secure_fvi.runs.config import TABLES
+from secure_fvi.runs.records import read_table
 from secure_fvi.tables import check_table, code_columns, opened, read_coded, with_gaps
 
 DICTIONARY = Dictionary(
@@ -1539,3 +1541,33 @@ def test_ids_that_case_alone_tells_apart_are_told_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         code_columns({"person": ["e003", "e004", "E005"]}, of)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "duckdb", "memory"])
+def test_ids_of_many_rows_are_those_of_its_other_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A vertical job reads ids and columns one after the other: row for row they are one person's. The control: on
+    several threads they are not, once a table has more rows than DuckDB gives a thread at once."""
+    rows, path = 130_000, tmp_path / f"people.{kind}"
+    made = f"SELECT range AS x, 'P' || range AS person FROM range({rows})"
+    table: Any = None
+    if kind == "memory":
+        table = {"x": np.arange(rows), "person": [f"P{i}" for i in range(rows)]}
+    elif kind == "duckdb":
+        with duckdb.connect(str(path)) as file:
+            file.execute(f"CREATE TABLE people AS {made}")
+    else:
+        duckdb.sql(f"COPY ({made}) TO '{path}'")
+
+    def apart() -> int:
+        if kind == "memory":
+            found = code_columns(table, Dictionary({"person": Column("id")}))
+            ids, x = np.array(found.names["person"])[found.columns["person"]], table["x"]
+        else:
+            ids, x = np.array(read_ids(path, "data", "person")), read_table(path, "data", ["person"])["x"].numpy()
+        return int((ids != np.char.add("P", x.astype(np.int64).astype(str))).sum())
+
+    assert [apart() for _ in range(3)] == [0, 0, 0]
+    monkeypatch.setattr(tables, "THREADS", "4")
+    assert any(apart() > rows // 100 for _ in range(10))
