@@ -70,7 +70,7 @@ from secure_fvi.deployment.session_messages import (
 from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
 from secure_fvi.errors import DataError, InputError, JobError, ProtocolError, RecordError, SessionLost
-from secure_fvi.federated_model import Records, Schema, check_repeats, cohort_digest, read_data
+from secure_fvi.federated_model import Records, Schema, check_repeats, cohort_digest, order_digest, read_data
 from secure_fvi.files import make_private, own_bytes, own_file, sync_folder, write_atomically
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate, NoiseSource
@@ -397,6 +397,7 @@ class SiteJob:
             if not own:
                 with self._told_alone():
                     check_repeats(records.rows, home.id, used)
+            beside += order_digest(used)
             cohort = Cohort(home, decision.offer, self.folder, used, decision.data, left, beside)
             return _Own(schema, records, ids, own, cohort)
 
@@ -667,7 +668,7 @@ class Cohort:
     that uses none the names of columns alone; no later job is held to these, and the log says of them what it would of
     rows that have changed: their digest is another for other columns, and of another data set. left: of a formula's job
     whose totals the server sees exactly, how many rows there are and how many of them were left out. beside: by what
-    else of the policy's these rows are left out, which the job began with too.
+    else of the policy's these rows are left out, and in which order they stand, which the job began with too.
     """
 
     def __init__(
@@ -689,7 +690,9 @@ class Cohort:
         if self._none:
             return
         if self._begun is not None and self._begun != self._held:
-            raise DataError(f"silo '{home.id}': its rows are not those that the job began with; put them back")
+            raise DataError(
+                f"silo '{home.id}': its rows are not those that the job began with, or in another order; put them back"
+            )
         self._check(home.id, rule.cohort if rule is not None else "said")
 
     def _check(self, silo: str, wanted: str) -> None:
