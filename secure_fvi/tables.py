@@ -224,9 +224,12 @@ def read_coded(
     found = check_table(files, dictionary, query, only, spoilt is not None)
     if spoilt is not None:
         return _unspoilt(found, missing, spoilt)
-    if found.findings and not isinstance(dictionary, Dictionary):  # of numbers alone, as a table without one is read
-        lines = "; ".join(finding.line() for finding in found.findings)
-        raise DataError(f"each cell has to be a number: {lines}; fill them in, or leave those rows out of the file")
+    if not isinstance(dictionary, Dictionary):  # of numbers and ids, as a table without one is read
+        if wrong := [finding.line() for finding in found.findings if finding.column not in found.names]:
+            raise DataError(
+                f"each cell has to be a number: {'; '.join(wrong)}; fill them in, or leave those rows out of the file"
+            )
+        return _fitting(found._replace(findings=()), missing)._replace(findings=found.findings)
     return _fitting(found, missing, remedy(found.findings))
 
 
@@ -249,18 +252,19 @@ def _unspoilt(found: Coded, missing: Missing, own: str) -> Coded:
 
 
 def with_gaps(files: Path | Mapping[str, Path], coding: Coding) -> Coded:
-    """Every row of a table of numbers, NaN in cells that do not fit, of which `spoilt` says: for rows that have to stay
-    where they are. Raises DataError for a table that cannot be read at all."""
+    """Every row of a table of numbers and ids, NaN in cells of numbers that do not fit, of which `spoilt` says: for
+    rows that have to stay where they are. Raises DataError for a table that cannot be read at all."""
     # Of SQLite and Parquet a cell alone is left out; of a file of lines it would be a line.
     paths = files.values() if isinstance(files, Mapping) else [files]
     formats = {_format(_regular(Path(path))) for path in paths}
     found = check_table(files, coding, spoilt=formats <= {"sqlite", "parquet"})
-    columns = {name: values.astype(np.float64) for name, values in found.columns.items()}
-    wrong = [finding for finding in found.findings if finding.what != _AGAIN]
+    columns = {n: v if n in found.names else v.astype(np.float64) for n, v in found.columns.items()}
+    of_ids = [finding for finding in found.findings if finding.column in found.names]
+    wrong = [finding for finding in found.findings if finding.column not in found.names and finding.what != _AGAIN]
     for finding in wrong:
         columns[finding.column][finding.rows - 1] = np.nan
     lines = tuple(finding.line() for finding in wrong)
-    return found._replace(columns=columns, findings=(), spoilt=(*found.spoilt, *lines))
+    return found._replace(columns=columns, findings=tuple(of_ids), spoilt=(*found.spoilt, *lines))
 
 
 def _gaps(found: Coded) -> dict[str, int]:

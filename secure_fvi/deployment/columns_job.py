@@ -83,9 +83,8 @@ from secure_fvi.federated_model import Schema
 from secure_fvi.files import own_bytes, own_file, write_atomically
 from secure_fvi.privacy.chain import signed
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi.runs.columns import response_columns, row_ids, silo_columns
+from secure_fvi.runs.columns import read_people, response_columns, silo_columns
 from secure_fvi.runs.config import LIKELIHOODS, Alignment, Config, Model, build, named
-from secure_fvi.runs.records import read_table
 
 _log = logging.getLogger(__name__)
 STORE, _RESPONSE, _KEY = "matching.evaluated", "response", "response.key"
@@ -107,9 +106,8 @@ def read_aligned(
 ) -> tuple[dict[str, Tensor], Prepared, list[Any]]:
     """A file's columns but for its identifiers; these as they are matched; and as they stand. Raises InputError.
     spoilt: is told of cells that cannot be read, which are NaN."""
-    ids = row_ids(path, key, alignment.columns)
-    rule = build(Normalisation, alignment.options, "alignment")
-    return read_table(path, key, alignment.columns, spoilt, whole=True), prepare(ids, rule), ids
+    table, ids = read_people(path, key, alignment.columns, spoilt)
+    return table, prepare(ids, build(Normalisation, alignment.options, "alignment")), ids
 
 
 def matching_roster(roster: ConsortiumRoster, offer: JobOffer) -> Roster:

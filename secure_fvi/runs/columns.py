@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,30 +12,38 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.vertical.predictors import linear
-from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import InputError
+from secure_fvi.federated_model import side_by_side
 from secure_fvi.runs.config import Response
-from secure_fvi.runs.records import named_file, python_function
+from secure_fvi.runs.records import named_file, numbers, python_function
 from secure_fvi.runs.wording import nearest
-from secure_fvi.tables import ENDINGS, GAP, check_table
+from secure_fvi.tables import ENDINGS, GAP, read_coded, with_gaps
 
 
-def read_ids(path: Path, key: str, column: str) -> list[str | None]:
-    """The texts of one column of a table without blanks about them, None for a gap: ids of people, which are no
-    numbers."""
+def read_people(
+    path: Path, key: str, columns: Sequence[str], spoilt: list[str] | None = None
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """Of one reading of a table, so that row for row they are one person's: its other columns, numbers all of them, as
+    `read_table` has them; and each row's identifier, a text without blanks about it, of `columns`, as
+    `alignment.prepare` takes them: of one column, or of several, None for a gap. spoilt: is told of cells that cannot
+    be read, which are NaN."""
     if path.suffix.lower() not in ENDINGS:
         raise InputError(f"{key} = '{path}': ids are read from a table ({', '.join(ENDINGS)}), as text")
+    coding = functools.partial(numbers, ids=columns)
     with named_file(path, key):
-        found = check_table(path, Dictionary({column: Column("id")}))
-    gaps = {int(row) - 1 for f in found.findings if f.what == GAP for row in f.rows}
-    names = found.names[column]
-    return [None if i in gaps else names[place] for i, place in enumerate(found.columns[column])]
-
-
-def row_ids(path: Path, key: str, columns: Sequence[str]) -> list[Any]:
-    """Each row's identifier in a table, of one column (`read_ids`) or of several, as `alignment.prepare` takes them."""
-    parts = [read_ids(path, key, column) for column in columns]
-    return list(zip(*parts, strict=True)) if len(columns) > 1 else parts[0]
+        found = read_coded(path, coding) if spoilt is None else with_gaps(path, coding)
+        of = {n: torch.from_numpy(values) for n, values in found.columns.items() if n not in found.names}
+        table = side_by_side(of, str(path))
+    if not table:
+        raise InputError(f"{key}: {path}: holds no columns beside its ids")
+    if spoilt is not None:
+        spoilt += found.spoilt
+    parts = []
+    for column in columns:
+        names, places = found.names[column], found.columns[column]
+        gaps = {int(row) - 1 for f in found.findings if f.what == GAP and f.column == column for row in f.rows}
+        parts.append([None if i in gaps else names[place] for i, place in enumerate(places)])
+    return table, list(zip(*parts, strict=True)) if len(columns) > 1 else parts[0]
 
 
 def response_columns(

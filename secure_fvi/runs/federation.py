@@ -32,7 +32,7 @@ from secure_fvi.models.vertical_programs import VerticalDataset, vertical_progra
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result
-from secure_fvi.runs.columns import response_columns, row_ids, silo_columns
+from secure_fvi.runs.columns import read_people, response_columns, silo_columns
 from secure_fvi.runs.config import LIKELIHOODS, RECORD_ID, Config, SiloFile, build, chosen, named, resolved
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.records import (
@@ -328,8 +328,9 @@ def federate_vertical(
     else:
         kind = str(config.model.likelihood)
         likelihood = build(named(LIKELIHOODS, "model.likelihood", kind), config.model.options, "model.options")
-        aligned = _aligned(config)
-        data = _columns_from_files(config, likelihood, aligned)
+        tables, ids = _read_files(config)
+        aligned = _aligned(config, ids)
+        data = _columns_from_files(config, likelihood, tables, aligned)
         description = f"{kind} response of predictors summed over {len(data.silos)} silos"
     threads = config.run.threads
     if threads == "auto":
@@ -342,13 +343,26 @@ def federate_vertical(
     return VerticalFederation(complete, description, algorithm, aggregation, privacy, likelihood, data, found, order)
 
 
-def _columns_from_files(config: Config, likelihood: Likelihood, aligned: Mapping[str, Alignment]) -> VerticalDataset:
-    """Each silo's file, and the response's, with the rows of people that all hold where they are `aligned`."""
+def _read_files(config: Config) -> tuple[dict[str, dict[str, Tensor]], dict[str, list[Any]]]:
+    """Of each silo's file, and the response's, the columns, and where rows are joined the identifiers. Raises
+    InputError."""
     assert config.response is not None
-    by = config.alignment.columns if config.alignment is not None else ()
-    tables = {s.id: read_table(Path(s.data), f"silo[{j}].data", by) for j, s in enumerate(config.silo)}
+    files = {s.id: (Path(s.data), f"silo[{j}].data") for j, s in enumerate(config.silo)}
     if config.response.data is not None:
-        tables[_RESPONSE] = read_table(Path(config.response.data), "response.data", by)
+        if config.alignment is not None and _RESPONSE in files:
+            raise InputError(f"a silo cannot be called '{_RESPONSE}' where rows are aligned")
+        files[_RESPONSE] = (Path(config.response.data), "response.data")
+    if config.alignment is None:
+        return {name: read_table(*file) for name, file in files.items()}, {}
+    read = {name: read_people(*file, config.alignment.columns) for name, file in files.items()}
+    return {name: table for name, (table, _) in read.items()}, {name: ids for name, (_, ids) in read.items()}
+
+
+def _columns_from_files(
+    config: Config, likelihood: Likelihood, tables: dict[str, dict[str, Tensor]], aligned: Mapping[str, Alignment]
+) -> VerticalDataset:
+    """Of what each silo's file, and the response's, holds: rows of people whom all hold where they are `aligned`."""
+    assert config.response is not None
     if aligned:
         at = {name: torch.from_numpy(a.rows) for name, a in aligned.items()}
         tables = {name: {k: v[at[name]] for k, v in table.items()} for name, table in tables.items()}
@@ -360,22 +374,15 @@ def _columns_from_files(config: Config, likelihood: Likelihood, aligned: Mapping
     return VerticalDataset(rows, predictors, response, offset)
 
 
-def _aligned(config: Config) -> dict[str, Alignment]:
+def _aligned(config: Config, ids: Mapping[str, list[Any]]) -> dict[str, Alignment]:
     """Rows by party, in the common order (`secure_fvi.alignment`); none where rows are not joined by identifiers.
 
     One process plays all parties here, so that keys follow from the seed and a run repeats; between institutions each
     silo draws its own.
     """
-    assert config.response is not None
     if config.alignment is None:
         return {}
-    if config.response.data is not None and _RESPONSE in {s.id for s in config.silo}:
-        raise InputError(f"a silo cannot be called '{_RESPONSE}' where rows are aligned")
     rule, by = build(Normalisation, config.alignment.options, "alignment"), config.alignment.columns
-    files = {s.id: (Path(s.data), f"silo[{j}].data") for j, s in enumerate(config.silo)}
-    if config.response.data is not None:
-        files[_RESPONSE] = (Path(config.response.data), "response.data")
-    ids = {name: row_ids(path, where, by) for name, (path, where) in files.items()}
     if config.alignment.how == "sorted":
         return _sorted({n: prepare(i, rule) for n, i in ids.items()})
     found = align(ids, rule, derive_key(config.seed.to_bytes(16, "big"), b"alignment"), _matching_goes_on)

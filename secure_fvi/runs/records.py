@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -64,19 +63,16 @@ _MOST = 100_000
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def read_table(
-    path: Path, key: str, leave_out: Collection[str] = (), spoilt: list[str] | None = None, whole: bool = False
-) -> dict[str, Tensor]:
+def read_table(path: Path, key: str, spoilt: list[str] | None = None) -> dict[str, Tensor]:
     """The tensors in `path`, each (N, ...) with N at least 1; `key` is the configuration key that named it.
 
     Without a dictionary every cell of a table is a number, and columns `x[0]`, `x[1]`, ... form one tensor (N, k), all
     float64 but whole `record_id`; npz and safetensors keep their own types. Nothing is unpickled. Raises InputError for
-    a missing or malformed file. The columns `leave_out` of a table are not read: they may hold text. spoilt: rows that
-    cannot be read are left out, and it is told of them; whole: they stay, with NaN in the cells that cannot be.
+    a missing or malformed file. spoilt: rows that cannot be read are left out, and it is told of them.
     """
     arrays: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
     if path.suffix.lower() in TABLES:
-        tensors = _coded(path, key, partial(_numbers, leave_out=leave_out), spoilt=spoilt, whole=whole)
+        tensors = _coded(path, key, numbers, spoilt=spoilt)
     elif path.suffix.lower() in arrays:
         with named_file(path, key):
             tensors = arrays[path.suffix.lower()](path)
@@ -119,15 +115,10 @@ def _own_dictionary(silo: SiloFile, key: str, by_record: bool) -> Dictionary:
 
 
 def _coded(
-    path: Path, key: str, coding: Coding, silo: SiloFile | None = None, spoilt: list[str] | None = None,
-    whole: bool = False,
-) -> dict[str, Tensor]:  # fmt: skip
+    path: Path, key: str, coding: Coding, silo: SiloFile | None = None, spoilt: list[str] | None = None
+) -> dict[str, Tensor]:
     with named_file(path, key):
-        if whole and spoilt is not None:
-            found = _reader(path).with_gaps(_files(path, silo), coding)
-            spoilt += found.spoilt
-        else:
-            found = _read(path, coding, silo, spoilt=spoilt)
+        found = _read(path, coding, silo, spoilt=spoilt)
         return side_by_side({name: torch.from_numpy(values) for name, values in found.columns.items()}, str(path))
 
 
@@ -160,9 +151,11 @@ def _files(path: Path, silo: SiloFile | None) -> dict[str, Path]:
     return {TABLE: path} | ({n: Path(other) for n, other in silo.tables.items()} if silo is not None else {})
 
 
-def _numbers(names: Iterable[str], leave_out: Collection[str] = ()) -> Dictionary:
-    kinds: dict[str, Literal["integer", "number"]] = {n: "integer" if n == RECORD_ID else "number" for n in names}
-    return dictionaries.Dictionary({n: dictionaries.Column(k) for n, k in kinds.items() if n not in leave_out})
+def numbers(names: Iterable[str], ids: Collection[str] = ()) -> Dictionary:
+    """Of a table without a dictionary: all columns hold numbers, but those named `ids`."""
+    kinds: dict[str, Literal["id", "integer", "number"]] = dict.fromkeys(ids, "id")
+    kinds |= {n: "integer" if n == RECORD_ID else "number" for n in names if n not in kinds}
+    return dictionaries.Dictionary({n: dictionaries.Column(k) for n, k in kinds.items()})
 
 
 @contextmanager
@@ -441,7 +434,7 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
             only = list(dictionary.columns)
         else:
             with _reader(path).opened(_files(path, own), own.query, spoilt=True) as table:
-                dictionary, only = _numbers(table.types), list(table.types)
+                dictionary, only = numbers(table.types), list(table.types)
         dictionary.check_reviewed(only)
         _check_columns(path, own, only)
         made = _reader(path).made_row({name: dictionary[name] for name in only})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import hashlib
 import shutil
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -86,6 +88,7 @@ from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, check_supported
 from secure_fvi.deployment.trail import CHARGED
 from secure_fvi.deployment.trail_verify import _exchanges, compare, verify
+from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.driving import Progress
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
@@ -98,6 +101,7 @@ from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import Alignment, Config, Model, chosen, parse
 from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi.silo import UNANSWERABLE
+from secure_fvi.tables import check_table
 from secure_fvi_lab.bench.world import HUB, Parties, allow, posterior
 from secure_fvi_lab.experiments.vertical_poisson import sample
 from secure_fvi_lab.references import sample_nuts
@@ -425,6 +429,30 @@ def test_a_cell_that_is_no_number_is_one_persons_alone(world: World, tmp_path: P
             site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
     unfit = home.state_folder / "jobs" / offer.job / "unfit"
     assert unfit.exists() == private  # told to the site alone
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_cell_of_bytes_in_a_sqlite_file_is_one_persons_alone(world: World, tmp_path: Path, private: bool) -> None:
+    """Likewise, of a file of which ids and columns were read apart, the ids as if nobody's cell could be wrong. The
+    controls: a job without privacy, and that reading, both of which refuse the table."""
+    privacy = {"unit": "record", "epsilon": 1.0, "delta": 1e-5, "clipping_norm": 1.0, "data_set": "data"}
+    more: dict[str, Any] = {"privacy": privacy} if private else {}
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED, algorithm={**VERTICAL, "response": "shared"}, **more)
+    hub, home, path = world.homes["hub"], world.homes["east"], tmp_path / "east.sqlite"
+    with closing(sqlite3.connect(path)) as file, job.files["east"].open(newline="") as table:
+        file.execute("CREATE TABLE people (person TEXT, a REAL, b REAL)")
+        file.executemany("INSERT INTO people VALUES (?, ?, ?)", list(csv.reader(table))[1:])
+        file.execute("UPDATE people SET a = x'00' WHERE person = 'P-1007'")
+        file.commit()
+    job.allow("east", {"path": str(path)})
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+    with closing(Site(home, Local())) as site:
+        met(hub, site)
+        with nullcontext() if private else pytest.raises(DataError):
+            site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
+        assert (UNANSWERABLE in site._trail.chain.jobs[offer.job].omissions) != private
+    with pytest.raises(DataError, match="another type"):
+        check_table(path, Dictionary({"person": Column("id")}))
 
 
 def _pin(home: Home, cohort: str) -> None:
