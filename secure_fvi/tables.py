@@ -253,13 +253,16 @@ def _unspoilt(found: Coded, missing: Missing, own: str) -> Coded:
 
 def with_gaps(files: Path | Mapping[str, Path], coding: Coding) -> Coded:
     """Every row of a table of numbers and ids, NaN in cells of numbers that do not fit, of which `spoilt` says: for
-    rows that have to stay where they are. Raises DataError for a table that cannot be read at all."""
+    rows that have to stay where they are. An id of a Parquet file that may be no UTF-8 is a gap. Raises DataError for
+    a table that cannot be read at all."""
     # Of SQLite and Parquet a cell alone is left out; of a file of lines it would be a line.
     paths = files.values() if isinstance(files, Mapping) else [files]
     formats = {_format(_regular(Path(path))) for path in paths}
     found = check_table(files, coding, spoilt=formats <= {"sqlite", "parquet"})
     columns = {n: v if n in found.names else v.astype(np.float64) for n, v in found.columns.items()}
     of_ids = [finding for finding in found.findings if finding.column in found.names]
+    for name, texts in found.names.items() if "parquet" in formats else ():  # whose '?' may stand for other letters
+        of_ids += _finding(name, GAP, np.array(["?" in text for text in texts], bool)[found.columns[name]])
     wrong = [finding for finding in found.findings if finding.column not in found.names and finding.what != _AGAIN]
     for finding in wrong:
         columns[finding.column][finding.rows - 1] = np.nan
