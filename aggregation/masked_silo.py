@@ -626,8 +626,8 @@ class SiloState:
         del self._batches[number]
         first = number * self.roster.batch
         indices = range(first, first + self.roster.batch)
-        self.store.drop([f"{kind}/{i}" for i in indices for kind in (CONTRIBUTED, SURVIVORS, USED)])
-        self.store.drop([self._slot(kind, number) for kind in ("batch", "delivery", "active")])
+        claims = [f"{kind}/{i}" for i in indices for kind in (CONTRIBUTED, SURVIVORS, USED)]
+        self.store.drop([*claims, *(self._slot(kind, number) for kind in ("batch", "delivery", "active"))])
 
     def check_live(self, batch: SiloBatch) -> None:
         """Raise ProtocolError for a batch that was forgotten, be it by another process over this store.

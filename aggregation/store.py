@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import threading
@@ -154,6 +155,10 @@ class SqliteStore:
     def drop(self, slots: Iterable[str]) -> None:
         with self._transaction():
             self._connection.executemany("DELETE FROM slots WHERE slot = ?", [(s,) for s in slots])
+        # The log still has the pages as they were. It stays where the disk is full or another process is at it; the
+        # next time does it.
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def close(self) -> None:
         """Let go of the file; what was written stays."""

@@ -1,6 +1,8 @@
 """Parties that are killed and come back over the same store; retries; the durable store itself."""
 
+import sqlite3
 import stat
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -168,6 +170,29 @@ def test_a_failed_write_of_several_slots_changes_none(tmp_path):
     assert store.get("a") is None
     store.put({"a": b"2"})
     assert store.get("a") == b"2"
+
+
+class _Kept(SqliteStore):
+    """As a store was: what is dropped stays in SQLite's log beside the file."""
+
+    def drop(self, slots):
+        with self._transaction():
+            self._connection.executemany("DELETE FROM slots WHERE slot = ?", [(s,) for s in slots])
+
+
+@pytest.mark.parametrize("kind", [SqliteStore, _Kept], ids=["", "control"])
+def test_a_disk_holds_the_secrets_and_shares_of_two_batches(tmp_path, kind):
+    """Whoever takes the file and its log finds no others. The control: each batch since the session began."""
+    d, slots = Deployment(4, lambda name: kind(tmp_path / f"{name}.sqlite"), batch=1), {}
+    stolen = tmp_path / f"{d.ids[1]}.sqlite"
+    for index in range(4):
+        carry(d.server.prepare(index), d.silos)
+        with closing(sqlite3.connect(stolen)) as reader:
+            kept = reader.execute("SELECT slot, value FROM slots").fetchall()
+        slots |= {slot: bytes(value)[:200] for slot, value in kept if slot.startswith(("batch/", "delivery/"))}
+    files = b"".join(path.read_bytes() for path in tmp_path.glob(f"{stolen.name}*"))
+    found = {slot.rpartition("/")[2] for slot, value in slots.items() if value in files}
+    assert found == (set("23") if kind is SqliteStore else set("0123"))
 
 
 @pytest.mark.parametrize("restart", [False, True])
