@@ -59,6 +59,19 @@ class TestKeySubstitution:
             with pytest.raises(ProtocolError, match="another encryption key"):
                 self.attack(world, SecretContext(BFV), signer)
 
+    @pytest.mark.parametrize("looked", [True, False], ids=["", "control"])
+    def test_no_byte_of_another_key_is_read(self, monkeypatch, looked):
+        def read(*_):
+            raise AssertionError("it was read")
+
+        world = World()
+        monkeypatch.setattr(key_holder, "PublicContext", read)
+        if not looked:
+            monkeypatch.setattr(key_holder, "holder_entry", lambda *_: world.roster.key_holder)
+            monkeypatch.setattr(key_holder, "holder_signed", lambda *_: True)
+        with pytest.raises(ProtocolError, match="another encryption key") if looked else pytest.raises(AssertionError):
+            key_holder.check_holder_key(world.roster, BFV, True, HolderKey(b"no key", bytes(64)))
+
     def test_the_right_key_of_another_session_is_refused(self):
         world = World()
         message = HolderKey(world.holder._key.public_bytes, world.holder._identity.sign(b"something else"))

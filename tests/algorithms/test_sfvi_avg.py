@@ -163,6 +163,29 @@ def test_one_iteration_a_round_has_the_same_fixed_point() -> None:
 
 
 @pytest.mark.later
+def test_a_server_names_at_which_covariance_silos_are_asked() -> None:
+    """The same one for all: by the q that it sends, and within a round by what it says that the total was, which each
+    silo takes as it is. The control, an honest server's: it follows from the total."""
+    problem, chosen = make_intercepts(), np.array([[1e-3]])
+    server, engine = _parties(problem, sf.SFVIAvg(local_steps=1, bures_iterations=3), sf.Masked())
+
+    def asked() -> Any:
+        first, *others = [silo.pending.local.at for silo in engine.silos.values()]  # type: ignore[union-attr]
+        assert all(np.array_equal(first, other) for other in others)
+        return first
+
+    while server.state.algorithm.phase != "bures":
+        engine.run(server.round())
+    honest = server.state.algorithm.merging.covariance
+    engine.run(server.round())
+    np.testing.assert_allclose(asked(), honest, rtol=1e-6)
+    state = server.state.algorithm
+    told = state.merging._replace(root=bures_term(chosen, 1, asked()))
+    server.state = server.state._replace(algorithm=state._replace(merging=told))
+    engine.run(server.round())
+    np.testing.assert_allclose(asked(), chosen, rtol=1e-6, atol=1e-12)
+
+
 def test_the_diagonal_merge_averages_means_and_sds() -> None:
     problem = make_slopes()
     silo_ends: dict[str, tuple[Tensor, Tensor]] = {}

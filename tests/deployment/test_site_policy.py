@@ -842,6 +842,31 @@ def test_a_key_holder_has_no_model_and_no_data(site: Site, world: World) -> None
     ):
         with pytest.raises(PolicyError, match=says):
             check(offer, site.policy(**{**rules, **change}), "holder")
+    lacking = {"kind": "homomorphic", "max_missing": 1, "max_differences": 1, "min_cohort": 2}
+    exact = site.offer(config(aggregation=lacking, privacy=None), data_set="cohort")
+    rules |= {"min_cohort": 2, "max_missing": 1, "max_differences": 1}
+    assert check(exact, site.policy(**rules), "holder") is None
+    for change, says in (("max_missing", "may lack 1 of the silos"), ("max_differences", "1 of its sums may lack")):
+        with pytest.raises(PolicyError, match=says):
+            check(exact, site.policy(**{**rules, change: 0}), "holder")
+
+
+@pytest.mark.parametrize("kind", ["plain", "masked"])
+def test_no_sum_but_plain_ones_has_fewer_silos_than_a_policy_asks_for(site: Site, kind: str) -> None:
+    """A round that asks two of three, where min_cohort is 3. In a plain sum the server has each silo's term anyway,
+    which the policy has to list; a job of too few silos is refused there too."""
+    options = {"name": "sfvi", "iterations": 5, "participation": 0.67}
+    silo = {"unit": "record", "epsilon": 0.9, "delta": 1e-7, "data_set": "cohort", "noise": "silo"}
+    sums = {"kind": kind, **({"min_cohort": 2} if kind == "masked" else {})}
+    offer = site.offer(config(aggregation=sums, privacy=silo, algorithm=options))
+    models = [{"hash": offer.model.hex(), "function": "model.py:mean"}]
+    rules: dict[str, Any] = {"model": models, "aggregations": [kind]}
+    if kind == "plain":
+        check(offer, site.policy(**rules))
+        site.refused(offer, "it has 3 silos (at least 4)", **rules, min_cohort=4)
+    else:
+        site.refused(offer, "its phase 'round' asks 2 silos (min_cohort: at least 3)", **rules)
+        check(offer, site.policy(**rules, min_cohort=2))
 
 
 def test_keys_that_a_new_policy_shows_are_there() -> None:

@@ -216,6 +216,44 @@ def test_of_data_that_cannot_be_used_there_is_noise(world: World, tmp_path: Path
         plain.join()
 
 
+#: Files of a site's folder that lie in clear, each by a word of the page; those sealed; and the site's own table.
+CLEAR = {
+    "policy.toml": "policy", "accepted.json": "rosters", "site.toml": "rosters", "identity.pub": "rosters",
+    "tls.crt": "rosters", "rosters": "rosters", "audit-log.sqlite": "paper trail", "ledger.sqlite": "ledger",
+    "seen.sqlite": "seen of others", "offer": "offer", "ended": "sessions", "session": "sessions",
+    "sessions": "sessions", "fresh": "sessions", "cohort": "keyed digests", "cohorts.json": "`cohorts.json`",
+    "unfit": "`unfit`", "results": "`results/`", "lock": "", "going.json": "",
+}  # fmt: skip
+SEALED = {"identity.pem", "tls.key", "state.key", "questions.signed", "SESSION.sqlite", "secret"}
+
+
+def test_what_lies_in_clear_is_on_the_page(world: World, tmp_path: Path) -> None:
+    """Of a job with a record that cannot be read, after a round and at its end. The control is a page without a word
+    of it; and no file in clear has a line of the table, which itself does."""
+    page = (Path(__file__).parents[2] / "docs" / "threat-model-deployment.md").read_text()
+    said = " ".join(page.partition("\n## At rest\n")[2].partition("\n## ")[0].split())
+    study, found = Study(world, tmp_path / "job", PRIVACY["record"]), dict[str, bytes]()
+    study.spoil("no,0,1,0,0,1")
+
+    def look(*_: object) -> None:
+        for path in study.home.path.rglob("*"):
+            at = path.relative_to(study.home.path).parts
+            name = at[0] if at[0] in ("rosters", "results") else at[-1].removesuffix("-wal").removesuffix("-shm")
+            name = "SESSION.sqlite" if len(name) == 71 else name
+            if path.is_file() and name not in ("own.csv", "d.toml"):
+                found[name] = found.get(name, b"") + path.read_bytes()
+
+    ran(study, look)
+    look()
+    assert found.keys() - SEALED <= CLEAR.keys()
+    assert {"unfit", "cohorts.json", "results", "SESSION.sqlite", "questions.signed"} <= found.keys()
+    assert all(word in said for word in CLEAR.values())
+    assert not all(word in said.replace("unfit", "") for word in CLEAR.values())
+    assert b"lines that cannot be read, 21" in found["unfit"]
+    assert b"no,0,1,0,0" in study.table.read_bytes()
+    assert not any(b"no,0,1,0,0" in content for content in found.values())
+
+
 def test_of_records_that_take_more_memory_than_there_is_there_is_noise(
     world: World, tmp_path: Path, right: dict[str, Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:

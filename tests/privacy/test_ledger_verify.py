@@ -123,6 +123,18 @@ def test_what_was_done_to_a_ledger_is_found_and_named(tmp_path: Path, case: str 
     assert words in str(found.value)
 
 
+@pytest.mark.parametrize("case", [None, *CASES])
+def test_what_was_done_to_a_ledger_is_found_as_it_is_opened(tmp_path: Path, case: str | None) -> None:
+    """But a foreign signature of a row before the newest, whose own answers for what that row says. The control: a
+    ledger that nobody touched."""
+    fill(tmp_path).close()
+    if case is not None:
+        CASES[case][0](tmp_path)
+    as_it_was = case in (None, "a foreign signature")
+    with contextlib.nullcontext() if as_it_was else pytest.raises((InputError, ProtocolError)):
+        Ledger.open(tmp_path / "ledger.sqlite", "a").close()
+
+
 def forge(ledger: Ledger, kind: str, body: dict[str, Any], time: int | None = None) -> None:
     """A row that the silo's key signs although the ledger would not write it."""
     writer = ledger._writer
