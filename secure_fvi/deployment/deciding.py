@@ -240,9 +240,9 @@ def _check_matched(offer: JobOffer, trail: Trail, data: DataRule | None) -> None
 
 def _check_ledger(home: Home, offer: JobOffer, trail: Trail) -> None:
     """Raises PolicyError for a job without differential privacy on a data set with a budget in the ledger: that of its
-    first private job, where the policy states none. Raises ProtocolError for a private job where the ledger lacks one
-    that the log has answers of, and for any where the log lacks one that the ledger was charged for: one of them is an
-    old copy, whatever a server shows of what it has seen. A job that was let in and never answered has released
+    first private job, where the policy states none. Raises ProtocolError where the ledger lacks a private job that the
+    log has answers of, with which it may lack that budget, or the log one that the ledger was charged for: one of them
+    is an old copy, whatever a server shows of what it has seen. A job that was let in and never answered has released
     nothing, so that the ledger need not know it: it is charged when it goes on."""
     chain = read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
     known = {} if chain is None else chain.jobs
@@ -252,20 +252,18 @@ def _check_ledger(home: Home, offer: JobOffer, trail: Trail) -> None:
             f"the log of '{home.id}' is older than its ledger: it lacks job '{missing[0]}', which was charged; a copy "
             "was restored, put the newest one back"
         )
-    budget = None if chain is None else chain.budget(offer.data_set)
-    if offer.config.privacy is None:
-        if budget is not None:
-            raise PolicyError(
-                f"job '{offer.job}' is outside this site's policy: it has no differential privacy, and the ledger has "
-                f"a budget of epsilon {budget.epsilon:g} for data set '{offer.data_set}', which exact totals do not "
-                "keep to"
-            )
-        return
     answered = [n for n, r in trail.chain.jobs.items() if r.broadcasts and r.fields["epsilon"] is not None]
     if lacking := [name for name in answered if name not in known]:
         raise ProtocolError(
             f"the ledger of '{home.id}' is older than its log: it lacks job '{lacking[0]}', which was answered under "
             "privacy; a copy was restored, put the newest one back"
+        )
+    budget = None if chain is None else chain.budget(offer.data_set)
+    if offer.config.privacy is None and budget is not None:
+        raise PolicyError(
+            f"job '{offer.job}' is outside this site's policy: it has no differential privacy, and the ledger has "
+            f"a budget of epsilon {budget.epsilon:g} for data set '{offer.data_set}', which exact totals do not "
+            "keep to"
         )
 
 

@@ -64,9 +64,10 @@ class Study:
         self.table = self.home.path / "own.csv"
 
     def allow(self, name: str, **rule: Any) -> None:
-        noise = {"dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.1}
-        units = {"units": ["record", "silo"], "noise": ["distributed"]}
-        self.job.allow(name, data=[{"id": "data", **rule}], privacy={**noise, **units})
+        noise = {"dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.001}
+        units = {"units": ["record", "silo"], "noise": ["distributed", "silo", "server"]}
+        listed = ["sampled_records", "objective", "adaptive_clipping"]
+        self.job.allow(name, data=[{"id": "data", **rule}], privacy={**noise, **units}, disclosures=listed)
 
     def join(self) -> None:
         """East alone is offered the job."""
@@ -271,6 +272,49 @@ def test_of_records_that_take_more_memory_than_there_is_there_is_noise(
     assert same(right["record"], wrong)
     assert not any(bool(total.any()) for total in wrong.sums)
     assert "MemoryError" in told(study)[1]
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "changes": ({"name": "pvi", "rounds": 2, "local_steps": 3}, {"unit": "record", "noise": "silo"}),
+    "pvi of silos": ({"name": "pvi", "rounds": 2, "local_steps": 3}, {"unit": "silo", "noise": "silo"}),
+    "sfvi-avg": (
+        {"name": "sfvi-avg", "rounds": 2, "local_steps": 3, "family": "diagonal", "weights": "equal"}
+        | {"total_records": 60},
+        {"unit": "silo"},
+    ),
+    "server": (SFVI, {"unit": "record", "noise": "server"}),
+    "server, of silos": (SFVI, {"unit": "silo", "noise": "server"}),
+    "samples and the bound": (SFVI | {"sampling_rate": 0.5}, {"unit": "record", "objective_share": 0.2}),
+    "a norm that adapts": (SFVI, {"unit": "silo", "target_quantile": 0.5}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_so_it_is_of_other_algorithms_and_options(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Of silos' privacy a cell that no dictionary knows, of records' more than there is memory for. The control, that
+    none of it is used: the site's own people are told."""
+    algorithm, privacy = OTHERS[case]
+    made = site_job.silo_view
+
+    def view(silo: str, problem: Any, records: Any, *rest: Any) -> Any:
+        if silo == "east" and records.size:
+            raise MemoryError
+        return made(silo, problem, records, *rest)
+
+    seen = []
+    for fits in (True, False):
+        where = world.copy(tmp_path / f"world{fits}")
+        study = Study(where, tmp_path / f"job{fits}", {**_NOISE, **privacy}, algorithm)
+        if not fits and privacy["unit"] == "silo":
+            study.spoil("maybe,0,1,0,0")
+        elif not fits:
+            monkeypatch.setattr(site_job, "silo_view", view)
+        seen.append(ran(study))
+        assert told(study)[0] == int(not fits)
+    assert same(*seen)
 
 
 @pytest.mark.slow
