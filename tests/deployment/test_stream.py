@@ -370,6 +370,29 @@ def test_who_is_not_the_server_ends_no_silo(
     assert caplog.text.count(says) <= 2
 
 
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=["", "control"])
+def test_a_silo_looks_at_a_server_by_tls_1_3_alone(world: World, tmp_path: Path, version: ssl.TLSVersion) -> None:
+    """One that has the server's own key, and speaks as first thing."""
+    files, north = tls_of(world.homes["hub"]), world.homes["north"]
+    (tmp_path / "chain.pem").write_bytes(files.private_key + files.certificate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "chain.pem")
+    context.maximum_version = version
+
+    def speak(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError), listening.accept()[0] as plain:
+            context.wrap_socket(plain, server_side=True).sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=speak, args=(listening,), daemon=True).start()
+        older = version is ssl.TLSVersion.TLSv1_2
+        with pytest.raises(stream_client.Doubtful, match=r"no TLS 1\.3") if older else contextlib.nullcontext():
+            seen = stream_client.peer_certificate(
+                "127.0.0.1", listening.getsockname()[1], tls_of(north), north.roster(NOW).tls_name("hub")
+            )
+            assert seen == files.certificate
+
+
 def test_a_silo_waits_for_a_server_that_its_roster_names(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """A server whose certificate was taken back proves itself to nobody who has the next roster."""
     north = world.homes["north"]
