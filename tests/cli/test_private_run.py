@@ -22,9 +22,10 @@ import pytest
 import torch
 from command_line import CommandLine
 
-from secure_fvi import compiled
+from secure_fvi import compiled, fitting
 from secure_fvi.checkpoints import latest_round
 from secure_fvi.errors import InputError
+from secure_fvi.privacy import gate
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger import Ledger
 from secure_fvi.privacy.ledger_account import verify
@@ -125,9 +126,11 @@ def test_what_a_private_run_shows_follows_from_data_through_noise_alone(
     assert not folder.path.exists()
 
 
-def _said_alike(self: Gate, hidden: int, free: object = 0.0) -> Callable[[torch.Tensor], torch.Tensor]:
+def _said_alike(
+    self: Gate, hidden: int, free: object = 0.0, purpose: tuple[str, ...] = ()
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """In place of noise: a silo releases the same whatever its data are."""
-    terms, name = self.terms, f"{self.silo} {self._turn}".encode()
+    terms, name = self.terms, f"{self.silo} {self._turn} {''.join(purpose)}".encode()
     assert terms is not None
     rng, step = np.random.default_rng(list(name)), terms.resolution or 1
     return lambda total: torch.from_numpy(np.rint(3 * step * rng.standard_normal(len(total))))
@@ -144,20 +147,59 @@ def test_files_of_a_private_run_say_what_was_released_alone(
     if model == "shop_means":
         cli.change('record_plate = "person"', 'record_plate = "person"\nsilo_sites = ["shop"]')
 
-    def shown(folder: str, rows: str) -> dict[str, str]:
-        (cli.folder / "a.csv").write_text(rows)
-        answer, out = cli.run(*few, out=folder), cli.folder / folder
-        assert answer.code == 0, answer
-        told = {p.name: p.read_bytes().decode("latin1") for p in out.iterdir() if p.is_file() and p.suffix in _TOLD}
-        assert {"report.html", "table.csv", "result.json", "metrics.jsonl", "posterior.safetensors"} <= told.keys()
-        return {name: _TIMES.sub("", text) for name, text in {**told, "said": answer.out}.items()}
-
     rows = (cli.folder / "a.csv").read_text()
-    more = rows + "99,99\n" * 100
-    assert shown("open", rows)["result.json"] != shown("open, more", more)["result.json"]
+    more = rows + _FAR_OUT
+    assert _shown(cli, "open", rows, *few)["result.json"] != _shown(cli, "open, more", more, *few)["result.json"]
     private(cli)
     monkeypatch.setattr(Gate, "_noiser", _said_alike)
-    assert shown("private", rows) == shown("private, more", more)
+    assert _shown(cli, "private", rows, *few) == _shown(cli, "private, more", more, *few)
+
+
+_FIT = {"rounds": "3", "local_steps": "5"}
+_PUBLIC = {"weights": '"equal"', "total_records": "100"}
+_SILO = ("silo", "distributed")
+OTHERS: dict[str, tuple[str, tuple[str, str], dict[str, str], str]] = {
+    "changes": ("pvi", ("record", "silo"), _FIT, "means"),
+    "parts": ("pvi", ("record", "distributed"), {**_FIT, "virtual_clients": "3"}, "one_mean"),
+    "steps": ("pvi", ("record", "silo"), {**_FIT, "private": '"steps"', "scale_rate": "0.2"}, "one_mean"),
+    "pvi of silos": ("pvi", ("silo", "silo"), _FIT, "means"),
+    "sfvi-avg": ("sfvi-avg", _SILO, {**_FIT, **_PUBLIC, "family": '"diagonal"'}, "means"),
+    "fedavg": ("fedavg", _SILO, {**_FIT, **_PUBLIC}, "one_mean"),
+    "server": ("sfvi", ("record", "server"), {"iterations": "6", "sampling_rate": "0.5"}, "means"),
+    "sfvi of silos": ("sfvi", _SILO, {"iterations": "6"}, "means"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_so_do_those_of_other_algorithms(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A silo's coins are the same in both worlds: a private run draws them anew. Where the server adds the noise, it
+    is what the server's says that is the same."""
+    name, (unit, noise), options, model = OTHERS[case]
+    said = "".join(f"{key} = {value}\n" for key, value in {"name": f'"{name}"', **options}.items())
+    cli.change("model.py:means", f"model.py:{model}")
+    cli.change('kind = "plain"', 'kind = "masked"')
+    cli.change('name = "sfvi"\niterations = 120\n', said)
+    cli.config.write_text(cli.config.read_text() + PRIVACY.replace("record", unit) + f'noise = "{noise}"\n')
+    monkeypatch.setattr(Gate, "_noiser", _said_alike)
+    monkeypatch.setattr(fitting, "silo_secret", lambda derived, *_: derived())
+    if noise == "server":
+        monkeypatch.setattr(gate, "with_gaussian", lambda values, generator, sd: np.zeros_like(values))
+    rows = (cli.folder / "a.csv").read_text()
+    assert _shown(cli, "private", rows) == _shown(cli, "private, more", rows + _FAR_OUT)
+
+
+_FAR_OUT = "99,99\n" * 100
+
+
+def _shown(cli: CommandLine, folder: str, rows: str, *options: str) -> dict[str, str]:
+    """Files for others of a run in which silo a has these rows, but for times."""
+    (cli.folder / "a.csv").write_text(rows)
+    answer, out = cli.run(*options, out=folder), cli.folder / folder
+    assert answer.code == 0, answer
+    told = {p.name: p.read_bytes().decode("latin1") for p in out.iterdir() if p.is_file() and p.suffix in _TOLD}
+    assert {"report.html", "table.csv", "result.json", "metrics.jsonl", "posterior.safetensors"} <= told.keys()
+    return {name: _TIMES.sub("", text) for name, text in {**told, "said": answer.out}.items()}
 
 
 #: Files of a run's folder that are for others; and what of them no two runs have in common.
