@@ -6,10 +6,14 @@ both (`gaps`). Each has a control, the mechanism that was shipped once, in which
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import io
+import os
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +135,25 @@ def test_a_machine_that_rounds_rows_by_their_places_is_refused(monkeypatch: pyte
     monkeypatch.setattr(torch.Tensor, "__matmul__", by_place)
     with pytest.raises(InputError, match=r"its place among the others.*MKL_CBWR"):
         failing_world("unfenced", False)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "before", "after"),
+    [("AuthenticAMD", None, "COMPATIBLE"), ("AuthenticAMD", "AVX2", "AVX2"), ("GenuineIntel", None, None)],
+    ids=["", "set by somebody", "control"],
+)
+def test_on_amds_processors_mkl_is_told_to_take_one_way(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, before: str | None, after: str | None
+) -> None:
+    """By the first lines of the package, before MKL is there."""
+    lines = ast.parse(Path(sf.__file__).read_text()).body
+    first = next(at for at, node in enumerate(lines) if isinstance(node, ast.With))
+    told = {} if before is None else {"MKL_CBWR": before}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda _: io.StringIO(f"processor : 0\nvendor_id : {vendor}\n"))
+        patch.setattr(os, "environ", told)
+        exec(compile(ast.Module(lines[: first + 1], []), "first lines", "exec"), {})
+    assert told.get("MKL_CBWR") == after
 
 
 def _traced_in(how: str, records: int, fails: bool, rounds: int) -> int:
