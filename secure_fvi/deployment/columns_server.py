@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from secure_fvi.deployment.columns_job import (
     matching_roster,
     read_aligned,
 )
-from secure_fvi.deployment.countersigning import Exchange, answer_of, hold_to_seen, open_ledger
+from secure_fvi.deployment.countersigning import Exchange, answer_of, hold_to_seen, open_ledger, open_trail
 from secure_fvi.deployment.holding import open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
@@ -82,6 +83,18 @@ def _matching_goes_on(done: int, of: int) -> None:
     _log.info("matching: %d of %d places", done, of)
 
 
+def _charged(home: Home, trail: Trail, known: Collection[str]) -> list[str]:
+    """Jobs of whose response silos were told, charged to this site's ledger, which knows of those that are `known`.
+    Raises ProtocolError where it lacks one, and with it, it may be, the budget that one was charged to."""
+    charged = [n for n, r in trail.chain.jobs.items() if CHARGED in r.omissions]
+    if lacking := [name for name in charged if name not in known]:
+        raise ProtocolError(
+            f"the ledger of '{home.id}' is older than its log: it lacks job '{lacking[0]}', of whose response "
+            "silos were told; a copy was restored, put the newest one back"
+        )
+    return charged
+
+
 class _Guarded(NamedTuple):
     """Of a private response under privacy: its gate, with this site's own ledger, and the noise."""
 
@@ -114,9 +127,9 @@ class ServerColumns:
         self.digest, self._path = hashlib.sha256(path.read_bytes()).digest(), path
 
     def check_allowed(self, offer: JobOffer, home: Home) -> None:
-        """Whether this site's own policy and ledger let it tell silos of the response. Raises PolicyError, and
-        InputError also for options that privacy does not allow. A response without a budget needs no policy where the
-        job has no differential privacy."""
+        """Whether this site's own policy and ledger let it tell silos of the response. Raises PolicyError,
+        ProtocolError for a ledger that is older than the log, and InputError also for options that privacy does not
+        allow. A response without a budget needs no policy where the job has no differential privacy."""
         privacy = chosen(offer.config)[2]
         if privacy is not None:  # what it does not allow of the options is said before people are matched
             where = torch.device("cpu")
@@ -141,6 +154,9 @@ class ServerColumns:
         if policy is None or name is None:
             return
         chain = read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
+        if home.log_file.exists():
+            with closing(open_trail(home)) as trail:
+                _charged(home, trail, () if chain is None else chain.jobs)
         budget = policy.data[name].budget or (None if chain is None else chain.budget(name))
         if budget is not None:
             raise PolicyError(
@@ -164,12 +180,7 @@ class ServerColumns:
         job, budget = declared_job(offer.job, offer.data_set, terms, self.algorithm.name, noise)
         ledger = open_ledger(home, self._policy)
         try:
-            charged = [n for n, r in trail.chain.jobs.items() if CHARGED in r.omissions]
-            if lacking := [name for name in charged if name not in ledger.chain.jobs]:
-                raise ProtocolError(
-                    f"the ledger of '{home.id}' is older than its log: it lacks job '{lacking[0]}', of whose response "
-                    "silos were told; a copy was restored, put the newest one back"
-                )
+            charged = _charged(home, trail, ledger.chain.jobs)
             hold_to_seen(home, ledger)
             opened = ledger.open_job(job, default_budget=budget)
         except BaseException:

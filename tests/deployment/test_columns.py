@@ -1210,7 +1210,15 @@ def test_what_a_server_releases_of_a_response_is_charged_once(
     home.ledger_file.unlink()
     with pytest.raises(ProtocolError, match="the ledger of 'hub' is older than its log: it lacks job 'one'"):
         released(rows, 3)
+    # So it is for a job without privacy, which would tell of what has a budget in that ledger alone.
+    exact = ColumnsJob(world, tmp_path, False, alignment=MATCHED, algorithm={**VERTICAL, "response": "shared"})
+    asked = holding(exact)
+    home.ledger_file.unlink(missing_ok=True)
+    with pytest.raises(ProtocolError, match="the ledger of 'hub' is older than its log: it lacks job 'one'"):
+        asked[0].check_allowed(*asked[1:])
     home.ledger_file.write_bytes(newest)
+    with pytest.raises(PolicyError, match=r"which has a budget of epsilon 7.99.*, and algorithm\.response = 'shared'"):
+        asked[0].check_allowed(*asked[1:])
     few = problem._replace(records=PEOPLE // 2 - 1)
     with pytest.raises(PolicyError, match=r"19 people were matched, .* no fewer than 20 \(fewest\)"):
         columns.guard(few, offer, home, folder, trail)
