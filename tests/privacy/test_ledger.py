@@ -163,10 +163,13 @@ def test_the_same_job_goes_on_and_another_of_its_name_does_not(tmp_path: Path) -
     ledger = new_ledger(tmp_path)
     first = ledger.open_job(gaussian_job(description={"placement": "silo", "public": ["cohort"]}))
     first.charge("gradient", 0, b"x")
+    first.close("stopped")
     ledger.close()
     ledger = Ledger.open(tmp_path / "ledger.sqlite", "a")
     again = ledger.open_job(gaussian_job(description={"placement": "silo", "public": ["cohort"]}))
     assert (again.left("gradient"), again.last_index("gradient")) == (99, 0)
+    again.charge("gradient", 1, b"y")
+    assert again.left("gradient") == 98
     assert len(ledger.chain.jobs) == 1
     for field, other in {
         "terms": gaussian_job(count=99, description={"placement": "silo", "public": ["cohort"]}),
