@@ -613,7 +613,7 @@ class SFVIAvgProgram(StructuredProgram):
         return Answer(found, after)
 
     def _answer_again(self, message: Broadcast, local: SFVIAvgLocal, view: SiloView) -> Answer:
-        """One more Bures iteration, at an S that the silo derives from the last total itself.
+        """One more Bures iteration, at an S that the silo derives itself, from what the server says that the total was.
 
         A silo that missed an earlier sum of this merge has weight zero in the rest of it.
         """
