@@ -692,6 +692,8 @@ def opened(
         if spoilt:
             inner = _tried(connection, inner)
             connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)")
+        if _united(connection, query):
+            inner = f"SELECT * FROM (\n{inner}\n) ORDER BY ALL"
         yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types, left_out or (), unread)
 
 
@@ -897,6 +899,12 @@ def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
 
     made = json.dumps(tried(tree)[0])
     return str(connection.execute("SELECT json_deserialize_sql(?::JSON)", [made]).fetchall()[0][0])
+
+
+def _united(connection: duckdb.DuckDBPyConnection, query: str) -> bool:
+    """Whether a query holds a UNION without ALL, which begins with one side or the other, whatever is said."""
+    tree = json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
+    return any(part.get("setop_all") is False or part.get("union_all") is False for part in _parts(tree))
 
 
 def _fixed(comparison: Mapping[str, Any]) -> bool:
