@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from consortium_run import Job
+from consortium_run import SILOS, Job
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from deployment_world import NOW, World
 from fuzzing import opened_job, reopened
@@ -24,6 +24,8 @@ from secure_fvi.deployment import site as site_module
 from secure_fvi.deployment.columns_server import ServerColumns
 from secure_fvi.deployment.going import Unfit
 from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.job import make_offer, sign_offer
+from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.driving import Progress
@@ -249,6 +251,22 @@ def test_a_silo_without_its_state_answers_no_question_anew(
         again = reopened(begun.found, begun.made)
         carry(again.server.round(), again.exchange)  # a second total of one question
         assert again.server.rounds == 1
+    begun.close()
+
+
+def test_another_jobs_offer_in_place_of_the_kept_one_is_named(world: World, tmp_path: Path) -> None:
+    """It is rightly signed, and the log has the hash of the one that was accepted. Once that is put back the job goes
+    on."""
+    begun, hub = _Begun(world, tmp_path), world.homes["hub"]
+    begun.found.sites["east"].close()
+    path, config = begun.folder / "offer", begun.made.config
+    kept = path.read_bytes()
+    other = make_offer(config, hub.roster(NOW), "hub", manifest(config).hash, NOW, silos=SILOS)
+    path.write_bytes(sign_offer(other, hub.identity()))
+    with pytest.raises(RecordError, match=r"offer' is not what was written there: .* start the server again"):
+        begun.asked()
+    path.write_bytes(kept)
+    begun.asked()
     begun.close()
 
 

@@ -260,6 +260,20 @@ def test_where_the_server_adds_the_noise_a_record_fits_all_formulas_or_none(
     assert seen == ([29, 29] if held else [30, 29])
 
 
+def test_rows_that_other_formulas_leave_out_are_left_out_of_formulas_alone(door: Door) -> None:
+    """A program reads all columns, and where gaps are dropped those of all columns are. The control is a formula."""
+    study = door.study
+    assert door.allow("--missing", "drop", "--without-dp", "--yes").exit_code == 0
+    door.policy.write_bytes(door.policy.read_bytes() + b'\n[[model]]\nhash = "' + b"0" * 64 + b'"\n')
+    policy, roster = read_policy(door.policy), study.world.homes["east"].roster(NOW)
+    offer = study.offer(formula=FORMULA, options={"most": {"rows": 4}})
+    program = offer.config.model.model_copy(update={"formula": None, "program": "six-cities"})
+    for model, complete in ((offer.config.model, True), (program, False)):
+        of = replace(offer, config=offer.config.model_copy(update={"model": model}))
+        local = Decision(of, roster, policy, policy.data["data"]).local_config("east")
+        assert [bool(silo.complete) for silo in local.silo if silo.id == "east"] == [complete]
+
+
 def test_a_job_writes_no_file_where_it_likes(door: Door) -> None:
     """Who sends a job names its data set, and the dictionary was written under that name. The controls: a plain name,
     and a dictionary that the site names itself."""
