@@ -10,6 +10,7 @@ and the test then finds the leak.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from typing import Any, NamedTuple
@@ -184,7 +185,8 @@ class World:
         self.ids = sorted(names(setting.silos))
         self.identities = {s: Identity() for s in self.ids}
         kind = Masked(min_cohort=setting.min_cohort, batch=16, max_missing=setting.max_missing, corrupt=setting.corrupt)
-        self.roster = kind.roster({s: i.public_key for s, i in self.identities.items()})
+        roster = kind.roster({s: i.public_key for s, i in self.identities.items()})
+        self.roster = dataclasses.replace(roster, checked=set())  # a right signature is right for all parties here
         if setting.degree is not None:
             k = setting.degree
             hood = Neighbourhood(setting.silos, k, 2 * k // 3 + 1, False, -40.0, -30.0, -40.0, 1, -30.0)
