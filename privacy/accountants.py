@@ -40,8 +40,9 @@ ACCOUNTANTS = ("rdp", "opacus-rdp", "prv", "pld", "ledger")
 #: Epsilon up to which losses are laid out on a grid.
 _MOST_ON_GRID = 1e8
 # Loss distributions live on a grid. A thousandth of the total loss would do for the answer; a fifth of one step's
-# loss is needed where many small steps add up. The range of the grid is limited to some millions of points.
-_FINEST, _COARSEST = 1e-7, 1e-4
+# loss is needed where many small steps add up. The range of the grid is limited to some millions of points. Where
+# nothing is composed nothing adds up, and a ten-thousandth of the total loss raises epsilon by less than a millionth.
+_FINEST, _COARSEST, _ALONE = 1e-7, 1e-4, 1e-4
 _POINTS = 2e6
 # Opacus' PRV looks at the removal of a record only, and its grid grows without bound with epsilon: it hangs, or
 # overflows exp(709). Both are ruled out before it starts. What it returns is the upper end of its error interval.
@@ -154,7 +155,7 @@ def loss_distribution(sampled: Mapping[tuple[float, float], int], scale: float) 
     # The standard deviation of one step's privacy loss, to leading order in the rate.
     step = min(rate * float(np.sqrt(np.expm1(min(noise**-2, 50.0)))) for rate, noise in sampled)
     interval = float(np.clip(step / 5, _FINEST, _COARSEST))
-    interval = max(interval, scale / _POINTS)
+    interval = max(interval, scale * _ALONE if sum(sampled.values()) == 1 else scale / _POINTS)
     total = None
     for (rate, noise), count in sorted(sampled.items()):
         one = pld.from_gaussian_mechanism(

@@ -659,31 +659,24 @@ def _swept(
     if bool((spare > _SPARED * both).any()):
         off = _made(vectors, values) - told.estimate
         linear = linear + 0.5 * (spare * off + (spare / power).sqrt() * _normals(off.shape, rng))
-    quadratic, linear = vectors.mT @ (weight.unsqueeze(-1) * vectors), vectors.mT @ linear @ vectors
-    diagonals = [power * of.diagonal(dim1=1, dim2=2) for of in (quadratic, linear)]
-    values = _values(diagonals[0], diagonals[1], least, rng)
-    # Draws last, for numbers that are read together lie together. The second axis: rows of what is turned, and of both
-    # matrices, whose columns turn with them.
-    v = values.mT.contiguous()
-    every = torch.stack([vectors.mT, quadratic, linear], 1).permute(2, 1, 3, 0).contiguous()
+    turned = linear @ vectors  # B u, which turns with u: by these, entries of u'Bu and u'Wu are sums of products
+    quadratic = (weight.unsqueeze(-1) * vectors.square()).sum(1)
+    values = _values(power * quadratic, power * (vectors * turned).sum(1), least, rng)
+    # Draws last, for numbers that are read together lie together; before them a number of each pair's, and after it the
+    # other's, both with their B u.
+    v, every = values.mT.contiguous(), torch.stack([vectors, turned]).permute(3, 0, 2, 1).contiguous()
     first, second = _pairings(n, rng)[:, :_TURNS].unbind()
-    parts = torch.stack([0.5 * (v[first].square() - v[second].square()), v[second] - v[first]], 2)
-    both = torch.cat([first, second], 1)
-    other, place = torch.arange(n).repeat(len(both), 1), torch.full((len(both), n), both.shape[1])
-    other.scatter_(1, both, torch.cat([second, first], 1))
-    place.scatter_(1, both, torch.arange(both.shape[1]).expand_as(both))
-    still = v.new_zeros(1, v.shape[1])
-    for i, j, part, partner, at in zip(first, second, parts, other, place, strict=True):
-        diagonal = every[:, 1:].diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        across = (part * (diagonal[i] - diagonal[j])).sum(1)
-        along = (part * every[i, 1:, j]).sum(1)
+    weight = weight.unsqueeze(-1)
+    for i, j in zip(first, second, strict=True):
+        a, b = every[i], every[j]
+        less, more = 0.5 * (v[i].square() - v[j].square()), v[j] - v[i]
+        (u, bu), (w, bw) = a.unbind(1), b.unbind(1)
+        across = less * ((u - w) * (u + w) * weight).sum(1) + more * (u * bu - w * bw).sum(1)
+        along = less * (u * w * weight).sum(1) + more * (u * bw).sum(1)
         middle, sure = torch.atan2(-along, -0.5 * across), power * torch.hypot(0.5 * across, along)
         angle = 0.5 * torch.from_numpy(rng.vonmises(middle.numpy(), sure.numpy()))
-        turn = torch.cat([angle, -angle, still])[at]
-        cos, sin = turn.cos(), turn.sin()
-        every = cos[:, None, None] * every + sin[:, None, None] * every[partner]
-        columns = every[:, 1:]
-        every[:, 1:] = cos * columns + sin * columns[:, :, partner]
+        cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
+        every[i], every[j] = (cos * a).addcmul_(sin, b), (cos * b).addcmul_(sin, a, value=-1)
     return values, every[:, 0].permute(2, 1, 0)
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as reference
+from scipy.optimize import brentq
+from scipy.stats import norm
 
 from secure_fvi.errors import InputError
 from secure_fvi.privacy import accountants, accounting
@@ -41,6 +43,25 @@ def test_the_gaussian_has_its_exact_curve_and_its_exact_delta(noise: float) -> N
     exact = phi(0.5 / noise - epsilon * noise) - math.exp(epsilon) * phi(-0.5 / noise - epsilon * noise)
     assert exact <= accountants.delta(event, epsilon, "pld") <= exact * 1.001
     assert accountants.delta(event, epsilon, "rdp") >= exact
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 5.0])
+def test_a_gaussian_alone_is_on_a_coarse_grid_which_raises_its_epsilon_by_next_to_nothing(noise: float) -> None:
+    """By less than a millionth of it. The control composes it, on a finer one."""
+
+    def exact(epsilon: float) -> float:
+        tail = norm.logcdf(-0.5 / noise - epsilon * noise)
+        return float(norm.cdf(0.5 / noise - epsilon * noise) - math.exp(epsilon + tail)) - 1e-5
+
+    epsilon = float(brentq(exact, 0, 700, xtol=1e-12))
+    found = accountants.epsilon(Gaussian(noise), 1e-5)
+    assert epsilon * (1 - 1e-9) <= found <= epsilon * (1 + 1e-6)
+    interval, often = (
+        accountants.loss_distribution(of, epsilon)._pmf_remove._discretization
+        for of in ({(1.0, noise): 1}, {(0.9, noise): 2})
+    )
+    assert interval >= 0.99e-4 * epsilon
+    assert often <= max(1e-4, epsilon / 2e6)
 
 
 def test_the_conversion_is_dp_accountings() -> None:
