@@ -638,12 +638,19 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.packets = set[str]()
+        self._called = set[Any]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # or each operation goes through PyTorch's compiler
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, packet = str(func._overloadpacket).partition(".")
-        self.packets.add(packet if space == "aten" else str(func._overloadpacket))
+        self._called.add(func._overloadpacket)
         return func(*args, **(kwargs or {}))
+
+    @property
+    def packets(self) -> set[str]:
+        return {str(packet).removeprefix("aten.") for packet in self._called}
 
 
 class _Rules(TorchFunctionMode):

@@ -52,8 +52,9 @@ def pytest_collection_finish() -> None:
 
 #: Where programs stand that keep their contract and that many tests share, each with the same data.
 _SHARED = (
-    "programs", "pvi_world", "fedvi_world", "test_every_algorithm", "test_conditional_sensitivity",
-    "secure_fvi.models.six_cities", "secure_fvi.models.tabular",
+    "programs", "pvi_world", "fedvi_world", "test_every_algorithm", "test_conditional_sensitivity", "test_noise_aware",
+    "test_noised_fit", "test_private_sfvi", "test_label_switching", "test_newton_steps", "test_weighing",
+    "secure_fvi.models.six_cities", "secure_fvi.models.tabular", "secure_fvi_lab.bench.coverage",
 )  # fmt: skip
 
 

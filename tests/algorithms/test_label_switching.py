@@ -204,6 +204,7 @@ def fitted(model: Any, silos: list[Any], algorithm: Any, privacy: Any = None) ->
     return result, " ".join(str(w.message) for w in caught)
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("private", [False, True])
 def test_a_run_that_does_not_look_at_other_orders_says_so(private: bool) -> None:
     """In its warning, its summary and its result. The controls have components in an order, by themselves or by priors;
@@ -211,13 +212,13 @@ def test_a_run_that_does_not_look_at_other_orders_says_so(private: bool) -> None
     silos = [clusters(60, seed) for seed in range(3)]
     privacy = sf.RecordDP(epsilon=8.0, delta=1e-5, clipping_norm=3.0, noise="silo") if private else None
     for model in (two, in_order, apart):
-        result, warned = fitted(model, silos, sf.SFVI(iterations=40), privacy)
+        result, warned = fitted(model, silos, sf.SFVI(iterations=10), privacy)
         assert result.converged is None
         for said in (warned, str(result.summary()), result.convergence["reason"]):
             assert (SAID in said) == (model is two)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(label_switching, "exchanges", lambda problem: [])
-        assert SAID not in fitted(two, silos, sf.SFVI(iterations=40), privacy)[1]
+        assert SAID not in fitted(two, silos, sf.SFVI(iterations=10), privacy)[1]
 
 
 def test_a_point_at_which_components_are_still_alike_is_not_called_converged() -> None:
