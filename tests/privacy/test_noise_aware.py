@@ -723,6 +723,54 @@ def test_of_a_column_that_says_nothing_the_interval_is_the_priors(monkeypatch: p
     assert narrow == 0
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_turns_of_a_sweep_are_drawn_by_the_curvature_as_it_is_then(
+    right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each pair of eigenvectors the angle is that of exp(tr(H B) - tr(H W H) / 2), written out with whole matrices.
+    The control takes what B makes of the eigenvectors for what it made of them before the first turn."""
+    n, draws, power = 5, 3, 0.7
+    made = torch.Generator().manual_seed(3)
+    weight = 0.5 + torch.rand(n, generator=made, dtype=torch.float64)
+    both = weight + weight.unsqueeze(1)
+    estimate = torch.randn(n, n, generator=made, dtype=torch.float64)
+    estimate, none = estimate + estimate.mT, torch.zeros(n, dtype=torch.float64)
+    told = noise_aware._Told(torch.eye(n).double(), estimate, both - torch.diag(weight), none)
+    vectors = torch.linalg.qr(torch.randn(draws, n, n, generator=made, dtype=torch.float64)).Q
+    pairs = noise_aware._pairings(n, np.random.default_rng(1))
+    monkeypatch.setattr(noise_aware, "_pairings", lambda *_: pairs)
+    asked, rng = [], np.random.default_rng(2)
+
+    class Angles:
+        random, standard_normal = rng.random, rng.standard_normal
+
+        def vonmises(self, middle: Any, sure: Any) -> Any:
+            asked.append((middle, sure, rng.vonmises(middle, sure)))
+            return asked[-1][2]
+
+    least = noise_aware._Least(1e-3, 0.0)
+    values, found = noise_aware._swept(told, power, least, torch.ones(draws, n).double(), vectors, Angles())  # type: ignore[arg-type]
+    bent, now, before = 0.5 * both * estimate, vectors.clone(), vectors.clone()
+    for (first, second), (middle, sure, turned) in zip(pairs.unbind(1), asked, strict=True):
+        for at, (i, j) in enumerate(zip(first, second, strict=True)):
+            u, w, v = now[:, :, i], now[:, :, j], (values[:, i], values[:, j])
+            less, more = 0.5 * (v[0].square() - v[1].square()), v[1] - v[0]
+            of = (u, w) if right else (before[:, :, i], before[:, :, j])
+            across = less * ((u.square() - w.square()) @ weight) + more * (
+                (u * (of[0] @ bent)) - w * (of[1] @ bent)
+            ).sum(1)
+            along = less * ((u * w) @ weight) + more * (u * (of[1] @ bent)).sum(1)
+            close = np.allclose(sure[at], power * torch.hypot(0.5 * across, along).numpy())
+            close &= np.allclose(np.exp(1j * middle[at]), np.exp(1j * torch.atan2(-along, -0.5 * across).numpy()))
+            if not right and not close:
+                return
+            assert close
+            half = torch.from_numpy(0.5 * turned[at]).unsqueeze(1)
+            now[:, :, i], now[:, :, j] = half.cos() * u + half.sin() * w, half.cos() * w - half.sin() * u
+    assert right
+    assert torch.allclose(found, now)
+
+
 def test_columns_that_are_not_told_apart_have_wide_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     """An intercept and all 9 levels of a factor, 2,000 rows: of 16 fits 160 intervals of 95%, those of one fit alike:
     fewer than 136 by chance about once in 100. The control, of eight: a prior whose curvatures end at a size that
