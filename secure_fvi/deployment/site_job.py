@@ -87,6 +87,8 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _log = logging.getLogger(__name__)
 #: The survivors that were signed for each question, over all sessions.
 _QUESTIONS, _COHORTS = "questions.signed", "cohorts.json"
+#: Begins the digest of a job's rows, in their order.
+_COHORT = b"\x02"
 _TRACE = "trace"
 #: Sessions of a job that a site opens: each is another order of the ring, which a server sees before anything is sent.
 MOST_SESSIONS = 64
@@ -682,11 +684,19 @@ class Cohort:
         else:
             said = repr((offer.data_set, sorted(rows))).encode()
             self.digest = hashlib.blake2b(said, key=key, digest_size=32, person=b"fvi no rows/1").digest()
-        self._held = hashlib.blake2b(self.digest + beside.encode(), digest_size=32).digest() if beside else self.digest
+        held = hashlib.blake2b(self.digest + beside.encode(), digest_size=32).digest() if beside else self.digest
+        self._held = _COHORT + held
         self._job, self._data_set, self._path = offer.job, offer.data_set, folder / "cohort"
         self._before, self._left = home.state_folder / _COHORTS, left
         self._kept = _cohorts(home)
-        self._begun = own_bytes(self._path, len(self._held)) if self._path.exists() else None
+        self._begun = None
+        if self._path.exists():
+            if self._path.stat().st_size == len(held):
+                raise RecordError(
+                    f"'{self._path}' is of an earlier version, which held a job to its rows in any order; "
+                    "begin another job"
+                )
+            self._begun = own_bytes(self._path, len(self._held))
         if self._none:
             return
         if self._begun is not None and self._begun != self._held:

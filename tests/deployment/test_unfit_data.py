@@ -341,7 +341,6 @@ def test_a_job_that_was_begun_with_data_goes_on_without(world: World, tmp_path: 
     assert [bool(total.any()) for seen_ in seen for total in seen_.sums] == [True, True, True, False]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("held", [True, False])
 def test_rows_in_another_order_than_a_job_began_with_are_not_used(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
