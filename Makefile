@@ -41,12 +41,13 @@ slow: .venv/.installed
 	SENSITIVITY_ROUNDS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 	$(MAKE) docs pythons lowest
 
-# Branches that the first tier takes; FLOOR is what it may not fall below, in percent. It is low: the whole tier has not been
-# measured yet, six files of tests/deployment alone take 53 % of secure_fvi/deployment. Raise it to what this prints.
-FLOOR ?= 50
+# Lines and branches of the core that the first tier takes in its own processes; FLOOR is what they may not fall below, in
+# percent. Measured: 94.2, of aggregation, privacy and deployment 97; with the lab, whose programs run for hours, 87.9.
+FLOOR ?= 93
 coverage: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" \
-		--cov --cov-branch --cov-report=term:skip-covered --cov-fail-under=$(FLOOR)
+		--cov --cov-branch --cov-report=term:skip-covered
+	$(BIN)/coverage report --omit='lab/*' --format=total --precision=1 --fail-under=$(FLOOR)
 
 # The wheel, alone, with every Python that is found here, and with the oldest versions that are allowed.
 pythons: wheel
