@@ -769,6 +769,11 @@ def _built_in(functions: str) -> frozenset[str]:
         return frozenset(name for (name,) in connection.execute(functions).fetchall())
 
 
+def _syntax(connection: duckdb.DuckDBPyConnection, query: str) -> Any:
+    """A query's syntax tree, as DuckDB writes it down."""
+    return json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
+
+
 def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Iterable[str]) -> None:
     """Raises InputError unless `query` is one SELECT that reads nothing but tables that were let in, as `known`."""
     only = "a query is one SELECT over the tables that are named"
@@ -825,7 +830,7 @@ def _check_names(connection: duckdb.DuckDBPyConnection, query: str) -> None:
     """Raise InputError where a SELECT of a query that was looked through (`_check_query`) has two columns of one name:
     whoever reads from it gets the first, without a word."""
     duckdb = _duckdb()
-    tree = json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
+    tree = _syntax(connection, query)
     top = tree["statements"][0]["node"]
     outer = (top.get("cte_map") or {}).get("map") or []
     for part in _parts(top):
@@ -856,7 +861,7 @@ def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
     it works out of a row's cells, or compares them with, for which DuckDB casts them: NULL where these are not for
     that, so that the row fails alone. As the query alone says, not any row."""
     alone = _built_in(_OF_A_ROW) | _MACROS - _OF_ROWS
-    tree = json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
+    tree = _syntax(connection, query)
     joined = any(part.get("type") == "JOIN" or part.get("class") == "SUBQUERY" for part in _parts(tree))
 
     cast = json.loads(connection.execute("SELECT json_serialize_sql('SELECT TRY_CAST(1 AS BOOLEAN)')").fetchall()[0][0])
@@ -903,7 +908,7 @@ def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
 
 def _united(connection: duckdb.DuckDBPyConnection, query: str) -> bool:
     """Whether a query holds a UNION without ALL, which begins with one side or the other, whatever is said."""
-    tree = json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
+    tree = _syntax(connection, query)
     return any(part.get("setop_all") is False or part.get("union_all") is False for part in _parts(tree))
 
 
