@@ -50,6 +50,7 @@ MEMORY, SECONDS = "2GB", 600
 #: On one thread rows come in the same order every time. On several they do not where anything is joined, and DuckDB
 #: joins a long list in IN, as ours of gaps: beyond 122,880 rows, ids were those of other rows than a table's numbers.
 THREADS = "1"
+_ONLY = "a query is one SELECT over the tables that are named"
 #: What a query may have of DuckDB's syntax tree: nodes, and functions in place of a table.
 _NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 _FUNCTIONS = {"unnest", "range", "generate_series"}
@@ -678,9 +679,10 @@ def opened(
             if len(tables) != 1:
                 raise InputError(f"it holds {len(tables)} tables ({', '.join(tables[:10])}): give a query over them")
             query = f"SELECT * FROM {tables[0]}"
-        _check_query(connection, query, list(paths))
+        tree = _syntax(connection, query)
+        _check_query(connection, tree, list(paths))
         inner = query.strip().rstrip(";")
-        _check_names(connection, query)
+        _check_names(connection, tree)
         try:
             described = connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)").fetchall()
         except duckdb.BinderException:
@@ -690,9 +692,9 @@ def opened(
         types = {row[0]: str(row[1]) for row in described}
         aliases = ", ".join(f"c{i}" for i in range(len(described)))
         if spoilt:
-            inner = _tried(connection, inner)
+            inner = _tried(connection, tree)
             connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)")
-        if _united(connection, query):
+        if _united(tree):
             inner = f"SELECT * FROM (\n{inner}\n) ORDER BY ALL"
         yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types, left_out or (), unread)
 
@@ -770,21 +772,25 @@ def _built_in(functions: str) -> frozenset[str]:
 
 
 def _syntax(connection: duckdb.DuckDBPyConnection, query: str) -> Any:
-    """A query's syntax tree, as DuckDB writes it down."""
-    return json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
-
-
-def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Iterable[str]) -> None:
-    """Raises InputError unless `query` is one SELECT that reads nothing but tables that were let in, as `known`."""
-    only = "a query is one SELECT over the tables that are named"
+    """The syntax tree of a query, as DuckDB writes it down. Raises InputError unless it is one SELECT."""
     try:
         statements = connection.extract_statements(query)
         parsed = connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0]
     except Exception as error:
-        raise InputError(f"{only}, and this cannot be parsed: {_first_line(error)}") from None
+        raise InputError(f"{_ONLY}, and this cannot be parsed: {_first_line(error)}") from None
     tree = json.loads(parsed)
     if len(statements) != 1 or tree.get("error"):
-        raise InputError(f"{only}; this is something else")
+        raise InputError(f"{_ONLY}; this is something else")
+    return tree
+
+
+def _sql(connection: duckdb.DuckDBPyConnection, tree: Any) -> str:
+    """The query of a syntax tree."""
+    return str(connection.execute("SELECT json_deserialize_sql(?::JSON)", [json.dumps(tree)]).fetchall()[0][0])
+
+
+def _check_query(connection: duckdb.DuckDBPyConnection, tree: Any, known: Iterable[str]) -> None:
+    """Raises InputError unless a query reads nothing but tables that were let in, as `known`."""
     parts = list(_parts(tree))
     own = {str(entry.get("key")) for part in parts for entry in (part.get("cte_map") or {}).get("map", ())}
     given, own = {name.lower() for name in known}, {name.lower() for name in own}
@@ -796,23 +802,23 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
     for part in parts:
         kind = part.get("type")
         if isinstance(kind, str) and kind.endswith("_NODE") and kind not in _NODES:
-            raise InputError(f"{only}; this holds {kind.removesuffix('_NODE').replace('_', ' ')}")
+            raise InputError(f"{_ONLY}; this holds {kind.removesuffix('_NODE').replace('_', ' ')}")
         if kind == "SHOW_REF":
-            raise InputError(f"{only}; this asks about DuckDB itself")
+            raise InputError(f"{_ONLY}; this asks about DuckDB itself")
         function = str(part.get("function_name") or "").lower()
         if function and kind != "TABLE_FUNCTION":
             known_here = function in called or function.startswith(_MACROS_OF_LISTS)
             if not known_here or part.get("schema") or part.get("catalog"):
-                raise InputError(f"{only}; '{function}' is no function of its arguments alone, or a file's own")
+                raise InputError(f"{_ONLY}; '{function}' is no function of its arguments alone, or a file's own")
         if kind == "TABLE_FUNCTION":
             function = part.get("function", {}).get("function_name", "")
             if function not in _FUNCTIONS:
-                raise InputError(f"{only}; this reads from the function '{function}'")
+                raise InputError(f"{_ONLY}; this reads from the function '{function}'")
         if kind == "BASE_TABLE":
             named = part["qualified_name"]["path"]
             first = named[0].lower()  # the name of a CTE is no schema, and stands for nothing outside its scope
             if first not in given and (len(named) > 1 or first not in named_here):
-                raise InputError(f"{only}; this reads from '{'.'.join(named)}' (known: {', '.join(known)})")
+                raise InputError(f"{_ONLY}; this reads from '{'.'.join(named)}' (known: {', '.join(known)})")
             lower = tuple(connection.execute("SELECT lower(?)", [name]).fetchall()[0][0] for name in named)
             if any(lower in (of, (of[0], of[2])) for of in written):
                 raise InputError(
@@ -821,16 +827,15 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
                 )
         rowid = str((part.get("column_names") or [""])[-1]).lower() == "rowid"
         if rowid and connection.execute(_WITHOUT_ROWID).fetchone() != (0,):
-            raise InputError(f"{only}, whose result follows from their content; this has 'rowid', the place of a row")
+            raise InputError(f"{_ONLY}, whose result follows from their content; this has 'rowid', the place of a row")
         if what := _unordered(part):
-            raise InputError(f"{only}, whose result follows from their content; this has {what}")
+            raise InputError(f"{_ONLY}, whose result follows from their content; this has {what}")
 
 
-def _check_names(connection: duckdb.DuckDBPyConnection, query: str) -> None:
+def _check_names(connection: duckdb.DuckDBPyConnection, tree: Any) -> None:
     """Raise InputError where a SELECT of a query that was looked through (`_check_query`) has two columns of one name:
     whoever reads from it gets the first, without a word."""
     duckdb = _duckdb()
-    tree = _syntax(connection, query)
     top = tree["statements"][0]["node"]
     outer = (top.get("cte_map") or {}).get("map") or []
     for part in _parts(top):
@@ -839,8 +844,7 @@ def _check_names(connection: duckdb.DuckDBPyConnection, query: str) -> None:
         own = [] if part is top else (part.get("cte_map") or {}).get("map") or []
         whole = {"error": False, "statements": [{"node": part | {"cte_map": {"map": [*outer, *own]}}}]}
         try:
-            (sql,) = connection.execute("SELECT json_deserialize_sql(?::JSON)", [json.dumps(whole)]).fetchone() or ("",)
-            names = [row[0] for row in connection.execute(f"DESCRIBE {sql}").fetchall()]
+            names = [row[0] for row in connection.execute(f"DESCRIBE {_sql(connection, whole)}").fetchall()]
         except duckdb.Error:  # a part that has no meaning by itself, such as one that looks at the row outside
             continue
         lower = [name.lower() for name in names]
@@ -856,16 +860,13 @@ def _check_names(connection: duckdb.DuckDBPyConnection, query: str) -> None:
 _TRUTHS = {"where_clause", "having", "qualify", "filter", "condition", "when_expr"}
 
 
-def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
+def _tried(connection: duckdb.DuckDBPyConnection, tree: Any) -> str:
     """A query that was looked through, with TRY_CAST for CAST, and of what stands for true or false, and TRY about what
     it works out of a row's cells, or compares them with, for which DuckDB casts them: NULL where these are not for
     that, so that the row fails alone. As the query alone says, not any row."""
     alone = _built_in(_OF_A_ROW) | _MACROS - _OF_ROWS
-    tree = _syntax(connection, query)
     joined = any(part.get("type") == "JOIN" or part.get("class") == "SUBQUERY" for part in _parts(tree))
-
-    cast = json.loads(connection.execute("SELECT json_serialize_sql('SELECT TRY_CAST(1 AS BOOLEAN)')").fetchall()[0][0])
-    as_truth = cast["statements"][0]["node"]["select_list"][0]
+    as_truth = _syntax(connection, "SELECT TRY_CAST(1 AS BOOLEAN)")["statements"][0]["node"]["select_list"][0]
 
     def truth(part: Any) -> Any:
         """Where DuckDB would cast a text unasked; a comparison is one already, by which tables may be joined."""
@@ -902,13 +903,11 @@ def _tried(connection: duckdb.DuckDBPyConnection, query: str) -> str:
             made = {"class": "OPERATOR", "type": "OPERATOR_TRY", "alias": part["alias"], "children": [made]}
         return made, may
 
-    made = json.dumps(tried(tree)[0])
-    return str(connection.execute("SELECT json_deserialize_sql(?::JSON)", [made]).fetchall()[0][0])
+    return _sql(connection, tried(tree)[0])
 
 
-def _united(connection: duckdb.DuckDBPyConnection, query: str) -> bool:
+def _united(tree: Any) -> bool:
     """Whether a query holds a UNION without ALL, which begins with one side or the other, whatever is said."""
-    tree = _syntax(connection, query)
     return any(part.get("setop_all") is False or part.get("union_all") is False for part in _parts(tree))
 
 
