@@ -395,12 +395,16 @@ def reason(error: Exception) -> str:
             "its graph gives other numbers than the program does, which goes by values, by what it remembers from call "
             f"to call, or by chance; {instead}"
         )
-    where = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not _NOT_OF_A_PROGRAM.search(frame.filename):
-            where = f" in line {frame.lineno} of {Path(frame.filename).name}"
-            where += f", `{frame.line}`" if frame.line else ""
-    return f"{type(error).__name__}{where or ' outside of the program'}; {instead}"
+    return f"{type(error).__name__}{in_program(error) or ' outside of the program'}; {instead}"
+
+
+def in_program(error: Exception) -> str:
+    """The line of a program that an error came from; empty where it came from none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _NOT_OF_A_PROGRAM.search(f.filename)]
+    if not frames:
+        return ""
+    where = f" in line {frames[-1].lineno} of {Path(frames[-1].filename).name}"
+    return where + (f", `{frames[-1].line}`" if frames[-1].line else "")
 
 
 def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | None]) -> _Run:

@@ -30,7 +30,14 @@ from secure_fvi.density import Params, Start, running
 from secure_fvi.discovery import Discovery, kind_of, start_of
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.program_contract import AT_ONCE, SOME, Point, check_parts
-from secure_fvi.program_density import has_no_density, observed_value, record_dim, site_mask
+from secure_fvi.program_density import (
+    bad_records,
+    has_no_density,
+    observed_value,
+    outside,
+    record_dim,
+    site_mask,
+)
 from secure_fvi.program_sites import (
     REMEDY,
     bad_parameters,
@@ -209,17 +216,10 @@ class _AtSilo(Discovery):
             )
 
     def _check_support(self, msg: Any) -> None:
-        fn, value = msg["fn"], msg["value"]
-        try:
+        fn, bad = msg["fn"], outside(msg)
+        if bad is not None and (count := self._count(msg, bad)):
             support = fn.support
-            inside = support.check(value)
-            if "multinomial" in str(support).lower():
-                inside = inside & (value % 1 == 0).all(-1)
-        except Exception:  # a distribution of the user's own, without one
-            return
-        count = self._count(msg, ~inside)
-        if count:
-            names = self.columns.of(value, *vars(base_constraint(support)).values()) or f"site '{msg['name']}'"
+            names = self.columns.of(msg["value"], *vars(base_constraint(support)).values()) or f"site '{msg['name']}'"
             raise DataError(
                 f"silo '{self.silo}': {names} does not fit site '{msg['name']}' in {count} of {self.size} rows: "
                 f"{kind_of(fn)} takes {described(support)}"
@@ -258,16 +258,8 @@ class _AtSilo(Discovery):
             )
 
     def _count(self, msg: Any, bad: Tensor) -> int:
-        """Rows of the silo's with anything bad in what is not masked. bad: batch shape, and parts of an event."""
-        fn, mask = msg["fn"], site_mask(msg)
-        dim = record_dim(msg, self.model.record_plate)
-        extra = max(0, bad.dim() - len(fn.batch_shape))
-        batch = bad.reshape((*bad.shape[: bad.dim() - extra], -1)).any(-1) if extra else bad
-        batch = batch.expand(torch.broadcast_shapes(batch.shape, fn.batch_shape))
-        if mask is not None:
-            batch = batch & mask.to(batch.device)
-        rows = batch.movedim(dim, 0).reshape(batch.shape[dim], -1).any(1)
-        return int(rows[: self.size].sum())
+        """Rows of the silo's with anything bad (`bad_records`)."""
+        return int(bad_records(msg, bad, record_dim(msg, self.model.record_plate))[: self.size].sum())
 
 
 #: The arguments of functions that look numbers up along an axis, in their order.

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import Problem
+from secure_fvi.compiled import in_program
 from secure_fvi.density import LogTerms, Params
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning, one_line
 from secure_fvi.privacy.settings import RecordDP
@@ -402,14 +401,6 @@ _IN_PLACE = (
 )
 
 
-def _place(error: Exception) -> str:
-    """Of an error the file and line of the program, or of what it uses, that PyTorch was called from."""
-    ours = ("torch", "secure_fvi.")
-    walked = traceback.walk_tb(error.__traceback__)
-    frames = [f for f, _ in walked if not f.f_globals.get("__name__", "").startswith(ours)]
-    return f" at {Path(frames[-1].f_code.co_filename).name}:{frames[-1].f_lineno}" if frames else ""
-
-
 def _check_mapped(point: Point, rows: Params, expected: Tensor, why: str) -> None:
     """Several draws of the records' latents go through the program together, or each record alone, by vmap."""
 
@@ -428,7 +419,7 @@ def _check_mapped(point: Point, rows: Params, expected: Tensor, why: str) -> Non
             found = torch.func.vmap(draw)(point.z_record.unsqueeze(0))[0]
     except Exception as error:
         raise InputError(
-            f"{why}, by torch.func.vmap, which this model does not allow ({type(error).__name__}{_place(error)}): "
+            f"{why}, by torch.func.vmap, which this model does not allow ({type(error).__name__}{in_program(error)}): "
             f"{_IN_PLACE if 'inplace' in str(error) else _COURSE}"
         ) from error
     if not same(found, expected):

@@ -149,6 +149,31 @@ def site_mask(msg: Any) -> Tensor | None:
     return masks[0].logical_and(masks[-1]) if masks else None
 
 
+def outside(msg: Any) -> Tensor | None:
+    """Where a site's value is out of the support of its distribution, in its batch shape and parts of an event; None
+    where that has none."""
+    fn, value = msg["fn"], msg["value"]
+    try:
+        inside: Tensor = fn.support.check(value)
+        if "multinomial" in str(fn.support).lower():
+            inside = inside & (value % 1 == 0).all(-1)
+    except Exception:  # a distribution of the user's own
+        return None
+    return ~inside
+
+
+def bad_records(msg: Any, bad: Tensor, dim: int) -> Tensor:
+    """(N,) which records of the plate at `dim` have anything bad at a site, in what is not masked. bad: in its batch
+    shape, and parts of an event."""
+    fn, mask = msg["fn"], site_mask(msg)
+    extra = max(0, bad.dim() - len(fn.batch_shape))
+    batch = bad.reshape((*bad.shape[: bad.dim() - extra], -1)).any(-1) if extra else bad
+    batch = batch.expand(torch.broadcast_shapes(batch.shape, fn.batch_shape))
+    if mask is not None:
+        batch = batch & mask.to(batch.device)
+    return batch.movedim(dim, 0).reshape(batch.shape[dim], -1).any(1)
+
+
 def observed_value(msg: Any) -> Tensor:
     """What is observed at a site, as its density takes it: whole numbers and truth values as floating point ones,
     except where they are labels, and a value inside the support where a mask says that there is none: a code such as -9

@@ -303,6 +303,22 @@ def test_data_that_do_not_fit_are_refused_with_and_without_the_program(traced: b
         sf.fit(Traced(model) if traced else model, bad, algorithm, sf.Plain())
 
 
+def masked(y: Tensor, seen: Tensor) -> None:
+    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Poisson(rate).mask(seen > 0), obs=y)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_code_that_a_distribution_masks_fits_with_and_without_the_program(traced: bool) -> None:
+    """A graph looked at the masks of handlers alone. The control: where it is not masked, it does not fit."""
+    data = {"y": torch.tensor([1.0, -9.0, 4.0]), "seen": torch.tensor([1.0, 0.0, 1.0])}
+    model = Traced(FederatedModel(masked)) if traced else FederatedModel(masked)
+    assert sf.fit(model, [data], sf.SFVI(iterations=2), sf.Plain())
+    with pytest.raises(InputError, match="not fit site 'y' in 1 of 3 rows: Poisson takes whole"):
+        sf.fit(model, [{**data, "seen": torch.ones(3)}], sf.SFVI(iterations=2), sf.Plain())
+
+
 def by_group(y: Tensor, of: Tensor, score: Tensor) -> None:
     level = pyro.sample("level", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     with pyro.plate("records", len(y)):

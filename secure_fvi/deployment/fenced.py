@@ -47,7 +47,7 @@ from secure_fvi.exported import (
 )
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.program_contract import check_program
-from secure_fvi.program_density import ProgramDensity, choice, has_no_density, record_dim
+from secure_fvi.program_density import ProgramDensity, bad_records, choice, has_no_density, outside, record_dim
 from secure_fvi.program_sites import described, watched
 from secure_fvi.runs.records import python_function
 
@@ -217,9 +217,8 @@ class _Recentre(Discovery):
             msg["value"], msg["done"] = value, True
         dim = record_dim(msg, self.model.record_plate)
         if not has_no_density(msg) and msg["is_observed"] and not isinstance(fn, Unit) and dim:
-            inside = _inside(fn, msg["value"], msg["mask"], dim)
-            if inside is not None:
-                self.inside[name] = inside
+            if (bad := outside(msg)) is not None:
+                self.inside[name] = ~bad_records(msg, bad, dim)
                 self.found.words[name] = f"{kind_of(fn)} takes {described(fn.support)}"
         elif self.known is None and name in self.values:
             how = "given" if name in self.model.start else _how(fn)
@@ -252,22 +251,6 @@ class _Centres(NamedTuple):
     fixed: Params
     words: dict[str, str]  # of each observed site: what it takes
     theta: Params = {}  # noqa: RUF012
-
-
-def _inside(fn: Any, value: Tensor, mask: Any, dim: int) -> Tensor | None:
-    """Which records lie in the support of an observed site, (N,); None where its distribution has none."""
-    try:
-        inside = fn.support.check(value)
-        if "multinomial" in str(fn.support).lower():
-            inside = inside & (value % 1 == 0).all(-1)
-    except Exception:  # a distribution of the user's own
-        return None
-    extra = max(0, inside.dim() - len(fn.batch_shape))
-    good = inside.reshape((*inside.shape[: inside.dim() - extra], -1)).all(-1) if extra else inside
-    good = good.expand(torch.broadcast_shapes(good.shape, fn.batch_shape))
-    if mask is not None:
-        good = good | ~torch.as_tensor(mask, device=good.device)
-    return good.movedim(dim, 0).reshape(good.shape[dim], -1).all(1)
 
 
 def _how(fn: Any) -> str:
