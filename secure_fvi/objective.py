@@ -26,6 +26,7 @@ from torch.func import jacrev, vmap
 from secure_fvi.density import LogDensity
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.families import conditional as gaussian_rows
+from secure_fvi.families.gaussian import from_lower, lower
 
 
 def vjp(fn: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
@@ -189,15 +190,12 @@ class Curved(NamedTuple):
 
     def read(self, total: Tensor, n: int) -> Tensor:
         """The symmetric matrix (n, n) of a total (n (n + 1) / 2,)."""
-        lower = total.new_zeros(n, n)
-        lower[_triangle(n)] = total / (self.unit * _lengths(n, total))
-        return lower + lower.tril(-1).mT
+        return from_lower(total / (self.unit * _lengths(n, total)), n, True)
 
 
 def packed(matrix: Tensor) -> Tensor:
     """(n (n + 1) / 2,) of a symmetric matrix (n, n), as long as that."""
-    n = matrix.shape[-1]
-    return matrix[_triangle(n)] * _lengths(n, matrix)
+    return lower(matrix) * _lengths(len(matrix), matrix)
 
 
 def shortened(vector: Tensor, norm: float) -> Tensor:
@@ -208,14 +206,8 @@ def shortened(vector: Tensor, norm: float) -> Tensor:
     return (wide * torch.where(long, norm * torch.where(long, size, 1.0).rsqrt(), 1.0)).to(vector)
 
 
-def _triangle(n: int) -> tuple[Tensor, Tensor]:
-    rows, cols = torch.tril_indices(n, n)
-    return rows, cols
-
-
 def _lengths(n: int, like: Tensor) -> Tensor:
-    rows, cols = _triangle(n)
-    return torch.where(rows == cols, 1.0, math.sqrt(2)).to(like)
+    return torch.where(lower(torch.eye(n)) == 1, 1.0, math.sqrt(2)).to(like)
 
 
 def record_gradients(

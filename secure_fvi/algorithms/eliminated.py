@@ -23,7 +23,7 @@ from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import LogDensity
 from secure_fvi.families import Params
-from secure_fvi.families.gaussian import unit_lower
+from secure_fvi.families.gaussian import eta_of, unit_lower
 
 #: Silo latents up to which they are eliminated: a Hessian is as many backward passes, at each draw.
 UP_TO = 64
@@ -117,14 +117,10 @@ def silo_params(at: Tensor, found: Curved, like: Params) -> Params:
     """q(Z_S | Z_G) near there, in the parameters of its family: `like` is others of these."""
     eye = torch.eye(len(at), dtype=at.dtype, device=at.device)
     factor = torch.linalg.cholesky_ex(torch.cholesky_solve(eye, found.lower))[0]
-    scale = factor.diagonal()
-    new = {name: torch.zeros_like(value) for name, value in like.items()}
-    new["loc"], new["log_scale"] = at[None], scale.log()[None]
+    near = eta_of(at, factor)
+    new = {name: near[name][None] if name in near else torch.zeros_like(value) for name, value in like.items()}
     if "coupling" in like:
         new["coupling"] = torch.cholesky_solve(found.cross, found.lower)[None]
-    if "lower" in like:
-        rows, cols = torch.tril_indices(len(at), len(at), -1, device=at.device)
-        new["lower"] = (factor / scale[:, None])[rows, cols][None]
     return new
 
 

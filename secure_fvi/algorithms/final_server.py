@@ -15,8 +15,8 @@ from torch import Tensor
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, Verdict
-from secure_fvi.algorithms.natural import Natural, distance
-from secure_fvi.algorithms.stationarity import CURVE, SLOPE, TOLD_TOGETHER, VALUE, blocks, lower, packed, times
+from secure_fvi.algorithms.natural import Natural, distance, times
+from secure_fvi.algorithms.stationarity import CURVE, SLOPE, TOLD_TOGETHER, VALUE, blocks, packed
 from secure_fvi.algorithms.weighing import (
     APART,
     UP_TO,
@@ -34,7 +34,7 @@ from secure_fvi.algorithms.weighing import (
 )
 from secure_fvi.compiled import over_draws
 from secure_fvi.families import Params
-from secure_fvi.families.gaussian import LOG_2PI
+from secure_fvi.families.gaussian import LOG_2PI, from_lower, lower
 
 #: A run may be called converged where one step from its q would go at most so far, in posterior sds.
 AT_REST = 0.15
@@ -182,10 +182,7 @@ def _end(q: Natural, slope: Tensor, curve: Tensor) -> Natural:
     if not q.full:
         precision = (1 - curve) / factor.square()
         return Natural(slope / factor + precision * mean, precision)
-    rows, cols = torch.tril_indices(q.n, q.n)
-    white = torch.eye(q.n, dtype=torch.float64)
-    white[rows, cols] -= curve
-    white = torch.tril(white) + torch.tril(white, -1).mT
+    white = torch.eye(q.n, dtype=torch.float64) - from_lower(curve, q.n, True)
     back = torch.linalg.solve_triangular(factor, torch.eye(q.n, dtype=torch.float64), upper=False)
     precision = back.mT @ white @ back
     precision = 0.5 * (precision + precision.mT)

@@ -34,17 +34,18 @@ from secure_fvi.algorithms.natural import (
     matching,
     packed_size,
     quadratic,
+    times,
     unpack,
 )
 from secure_fvi.algorithms.refining import Refiner
-from secure_fvi.algorithms.stationarity import SiloSlope
+from secure_fvi.algorithms.stationarity import SiloSlope, silo_inputs
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.compiled import Traced, over_draws, waiting
 from secure_fvi.density import LogDensity
 from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional, Full, LocalFamily, Params, global_family
 from secure_fvi.families.conditional import ENCODER
-from secure_fvi.families.gaussian import INITIAL_SCALE, unit_lower
+from secure_fvi.families.gaussian import INITIAL_SCALE, eta_of, unit_lower
 from secure_fvi.objective import SiloFunction, SiloGradient, silo_gradient, vjp
 from secure_fvi.optimizers import Optimizer, local_units
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
@@ -259,7 +260,7 @@ def first_start(q: Natural, spread: float, seed: int) -> Natural:
     if not spread:
         return q
     moved = q.mean() + spread * q.stddev() * start_draws(seed, q.n)
-    return q._replace(shift=q.precision @ moved if q.full else q.precision * moved)
+    return q._replace(shift=times(q.precision, moved))
 
 
 # ---- the fit ----
@@ -483,7 +484,7 @@ class SiloFit:
         record = reanchored_records(own.record, moved)
         first_key = key * self.config.local_steps * FIRST_FIT
         batches = self._batches(first_key, count, view) if self.exact is None else None
-        inputs = self._inputs(first_key, count, batches, record, view)
+        inputs = silo_inputs(self.families, record, view, range(first_key, first_key + count), batches)
         theta = {**theta, **own.phi}
         slope = self._slope(q, eps, theta, silo, inputs)
         if not weighs:
@@ -498,22 +499,6 @@ class SiloFit:
         silo, moved = reanchored_silo(own.silo, self.families.move(q.mean() - own.anchor), self.families.n_silo)
         record = reanchored_records(own.record, moved)
         return refiner.nats(message, q, {**theta, **own.phi}, record, silo, view)
-
-    def _inputs(
-        self, key: int, count: int, batches: npt.NDArray[np.int64] | None, record: Params, view: SiloView
-    ) -> Iterator[tuple[Params, Params, Tensor, Tensor, Tensor]]:
-        """Records' parameters, rows, weights, eps_L and eps_S of each of `count` draws."""
-        families, samples, n = self.families, self.families.samples, self.families.n_record
-        for draw in range(count):
-            own, rows, weights = record, view.rows, view.weights
-            at = None if batches is None else batches[draw]
-            if at is not None:
-                picked = torch.from_numpy(at).to(self.problem.device)
-                own, rows = take(record, picked), take(view.rows, picked)
-                weights = view.weights.new_full((len(at),), view.size / len(at))
-            eps_record = view.record_draws.normals(key + draw, samples * n, at).reshape(len(weights), samples, n)
-            eps_silo = view.silo_draws.normals(key + draw, families.n_silo)
-            yield own, rows, weights, families.move(eps_record.transpose(0, 1).contiguous()), families.move(eps_silo)
 
     def _block(self, view: SiloView) -> StepBlock:
         """The steps of a silo of so many records."""
@@ -795,7 +780,7 @@ class StepBlock:
             inputs.eps_record[k], inputs.eps_silo[k],
         )  # fmt: skip
         shift, precision = inputs.cavity
-        held = shift - _times(precision, z)
+        held = shift - times(precision, z)
         own_rate = inputs.schedule[k, 1]
         after = self.steps.step(q, inputs.eps[k], g.direct + g.path + held, inputs.schedule[k, 0])
         root = self.steps.root(q)
@@ -876,10 +861,6 @@ def _by_record(gradient: Tensor, weights: Tensor) -> Tensor:
     return gradient / weights.clamp(min=1.0).reshape(-1, *[1] * (gradient.dim() - 1))
 
 
-def _times(factor: Tensor, x: Tensor) -> Tensor:
-    return factor @ x if factor.dim() == 2 else factor * x
-
-
 # ---- steps of q(Z_G) ----
 #
 # Both take one draw Z_G = f(eps), the gradients of the silo's term in Z_G (`objective.SiloGradient`: with the silo's
@@ -922,13 +903,13 @@ class NaturalSteps:
 
     def draw(self, state: Params, eps: Tensor) -> Tensor:
         """Z_G (n,)."""
-        return state["loc"] + _times(state["factor"], eps)
+        return state["loc"] + times(state["factor"], eps)
 
     def step(self, state: Params, eps: Tensor, gradient: Tensor, scale: Tensor) -> Params:
         """The next state, from the gradient of log (cavity x likelihood) in Z_G (n,); `scale`: share of the first
         rate."""
         factor, rate = state["factor"], scale * self.rate
-        score = _times(factor.mT if factor.dim() == 2 else factor, gradient) + eps
+        score = times(factor.mT if factor.dim() == 2 else factor, gradient) + eps
         if factor.dim() == 1:
             mean_step = (rate * score).clamp(-_MEAN_STEP, _MEAN_STEP)
             grow = self.scale_rate * (0.5 * rate * eps * score).clamp(-_SCALE_STEP, _SCALE_STEP)
@@ -1012,7 +993,7 @@ class TorchSteps:
         return merge(base={"loc": self.move(loc), "factor": self.move(base)}, eta=eta, moments=self.optimizer.init(eta))
 
     def loc(self, state: Params) -> Tensor:
-        return state["base/loc"] + _times(state["base/factor"], state["eta/loc"])
+        return state["base/loc"] + times(state["base/factor"], state["eta/loc"])
 
     def root(self, state: Params) -> Tensor:
         base, eta = state["base/factor"], part(state, "eta")
@@ -1022,7 +1003,7 @@ class TorchSteps:
 
     def draw(self, state: Params, eps: Tensor) -> Tensor:
         u = self.family.transform(part(state, "eta"), eps)
-        return state["base/loc"] + _times(state["base/factor"], u)
+        return state["base/loc"] + times(state["base/factor"], u)
 
     def step(self, state: Params, eps: Tensor, gradient: Tensor, scale: Tensor) -> Params:
         eta, base = part(state, "eta"), state["base/factor"]
@@ -1030,7 +1011,7 @@ class TorchSteps:
         u, transform_vjp = vjp(lambda eta: self.family.transform(eta, eps), eta)
         log_q, log_q_vjp = vjp(lambda u: self.family.log_prob(eta, u), u)
         (q_score,) = log_q_vjp(torch.ones_like(log_q))
-        (eta_gradient,) = transform_vjp(_times(back, gradient) - q_score)
+        (eta_gradient,) = transform_vjp(times(back, gradient) - q_score)
         eta, moments = self.optimizer.step(eta, eta_gradient, part(state, "moments"), scale)
         return merge(base=part(state, "base"), eta=eta, moments=moments)
 
@@ -1104,10 +1085,8 @@ def natural_step(params: Params, gradient: Params, rate: Tensor, gains: Tensor, 
     else:
         step = scales["factor"]
         grown = (unit + unit @ torch.tril(step, -1)) * step.diagonal(dim1=-2, dim2=-1).exp().unsqueeze(-2)
-        diagonal = grown.diagonal(dim1=-2, dim2=-1)
-        rows, cols = torch.tril_indices(n, n, -1)
-        new["log_scale"] = params["log_scale"] + diagonal.log()
-        new["lower"] = (grown / diagonal.unsqueeze(-1))[..., rows, cols]
+        found = eta_of(new["loc"], grown)
+        new["log_scale"], new["lower"] = params["log_scale"] + found["log_scale"], found["lower"]
     if "scale_coupling" in scales:
         gain = params["scale_coupling"] + scales["scale_coupling"]
         new["scale_coupling"] = gain * (_GAIN / gain.norm(dim=-1, keepdim=True).clamp(min=_GAIN))

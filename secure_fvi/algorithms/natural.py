@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import jacrev
 
 from secure_fvi.compiled import over_draws
-from secure_fvi.families.gaussian import Params
+from secure_fvi.families.gaussian import Params, eta_of, from_lower, lower
 from secure_fvi.randomness import server_draws
 
 #: Relative size up to which second derivatives at two points count as the same, and at least how many roundings.
@@ -25,6 +25,8 @@ _SAME, _ROUNDINGS = 1e-7, 64
 _PAIRS = 64
 #: A step may take at most this share of q's precision in any direction.
 MOST_LOST = 0.75
+#: Halvings of a step after which q stays where it is.
+HALVINGS = 30
 
 
 class Natural(NamedTuple):
@@ -97,22 +99,19 @@ class Natural(NamedTuple):
 
     def pack(self) -> Tensor:
         """All numbers in one vector: (n + n (n + 1) / 2,) for a full precision, its lower half, else (2 n,)."""
-        if not self.full:
-            return torch.cat([self.shift, self.precision])
-        rows, cols = torch.tril_indices(self.n, self.n)
-        return torch.cat([self.shift, self.precision[rows, cols]])
+        return torch.cat([self.shift, lower(self.precision) if self.full else self.precision])
+
+
+def times(matrix: Tensor, x: Tensor) -> Tensor:
+    """A x for x (..., n), A (n, n), or (n,): its diagonal."""
+    if matrix.dim() == 1:
+        return matrix * x
+    return matrix @ x if x.dim() == 1 else x @ matrix.mT
 
 
 def unpack(flat: Tensor, n: int, full: bool) -> Natural:
     """The inverse of `pack`."""
-    shift, rest = flat[:n], flat[n:]
-    if not full:
-        return Natural(shift, rest)
-    rows, cols = torch.tril_indices(n, n)
-    precision = rest.new_zeros(n, n)
-    precision[rows, cols] = rest
-    precision[cols, rows] = rest
-    return Natural(shift, precision)
+    return Natural(flat[:n], from_lower(flat[n:], n, True) if full else flat[n:])
 
 
 def packed_size(n: int, full: bool) -> int:
@@ -138,20 +137,31 @@ def to_eta(q: Natural) -> Params:
     """Parameters of `families.Full` or `families.Diagonal` for the same distribution."""
     if not q.full:
         return {"loc": q.mean(), "log_scale": -0.5 * q.precision.log()}
-    factor = q.factor()
-    scale = factor.diagonal()
-    rows, cols = torch.tril_indices(q.n, q.n, -1)
-    lower = (factor / scale.unsqueeze(-1))[rows, cols]
-    return {"loc": q.mean(), "log_scale": scale.log(), "lower": lower}
+    return eta_of(q.mean(), q.factor())
 
 
 def kl(q: Natural, p: Natural) -> Tensor:
     """KL(q || p) in nats, both proper."""
     mean, covariance = q.mean(), q.covariance()
     change = q.minus(p)
-    spread = (change.precision * covariance).sum()
-    inner = change.precision @ mean @ mean if q.full else (change.precision * mean.square()).sum()
-    return change.shift @ mean - 0.5 * (spread + inner) - q.log_normaliser() + p.log_normaliser()
+    spread = (change.precision * covariance).sum() + times(change.precision, mean) @ mean
+    return change.shift @ mean - 0.5 * spread - q.log_normaliser() + p.log_normaliser()
+
+
+def accept(
+    q: Natural, change: Natural, damping: float, safe: float, halvings: int = HALVINGS
+) -> tuple[Natural, float, int]:
+    """q after the largest step of `damping`, `damping` / 2, ... that is proper and leaves q a part of its precision
+    (`MOST_LOST`), its size (0 for none), and the halvings it took.
+
+    A step up to `safe` need only be proper: one over the silos asked is an average of their local posteriors.
+    """
+    for halving in range(halvings):
+        step = damping * 0.5**halving
+        after = q.plus(change, step)
+        if after.proper and (step <= safe or q.least_kept(change, step) > 1 - MOST_LOST):
+            return after, step, halving
+    return q, 0.0, halvings
 
 
 def distance(q: Natural, other: Natural) -> float:
@@ -180,14 +190,14 @@ def quadratic(fn: Callable[[Tensor], Tensor], at: Tensor, full: bool, dtype: tor
     rng, same = torch.Generator().manual_seed(0), max(_SAME, _ROUNDINGS * torch.finfo(dtype).eps)
     v, step = torch.randn(4, 2, at.shape[0], generator=rng, dtype=torch.float64).to(at).unbind(1)
     radius = torch.tensor([0.0, 0.3, 1.0, 3.0]).to(at).unsqueeze(1)
-    got, want = over_draws(along, at + radius * step, v), v @ curvature.mT if full else curvature * v
+    got, want = over_draws(along, at + radius * step, v), times(curvature, v)
     scale = same * want.abs().amax(1, keepdim=True).clamp(min=max(float(curvature.abs().max()), 1e-12))
     if not bool(((got - want).abs() <= scale).all()):
         return None
     precision = -curvature.double()
     precision = 0.5 * (precision + precision.T) if full else precision
     centre = at.double()
-    shift = gradient(at).double() + (precision @ centre if full else precision * centre)
+    shift = gradient(at).double() + times(precision, centre)
     return Natural(shift, precision)
 
 
@@ -199,13 +209,11 @@ def fixed_noise(seed: int, n: int) -> Tensor:
 
 def draws(q: Natural, eps: Tensor) -> Tensor:
     """(S, n) of q, from `eps` (S, n)."""
-    factor = q.factor()
-    return q.mean() + (eps @ factor.mT if q.full else eps * factor)
+    return q.mean() + times(q.factor(), eps)
 
 
 def matching(q: Natural, gradient: Tensor, curvature: Tensor) -> Natural:
     """The gradient of E_q[f] in q's mean parameters (Ashman et al. 2022, equation 3), from E_q of f's gradient (n,) and
     Hessian (n, n): precision -E[Hessian], shift E[gradient] + precision x mean; no cross terms in a diagonal family."""
     precision = -0.5 * (curvature + curvature.T) if q.full else -curvature.diagonal()
-    mean = q.mean()
-    return Natural(gradient + (precision @ mean if q.full else precision * mean), precision)
+    return Natural(gradient + times(precision, q.mean()), precision)

@@ -7,13 +7,25 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.algorithms.natural import MOST_LOST, Natural, draws, fixed_noise, from_moments, kl, matching, quadratic
+from secure_fvi.algorithms.natural import (
+    Natural,
+    accept,
+    draws,
+    fixed_noise,
+    from_moments,
+    kl,
+    matching,
+    quadratic,
+    times,
+)
 from secure_fvi.compiled import over_draws
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import Params
 
 #: Damped steps to a prior's first factor, and their damping, which later ones have too.
 _START_STEPS, _DAMPING = 40, 0.5
+#: Sizes of such a step that are tried, each half of the one before.
+_TRIED = 8
 #: Smallest precision of the first q, as a share of the largest, where the prior is not log-concave.
 _FLOOR = 1e-6
 #: Sd over q, nats, by which a prior may differ from the site that stands for it: a mean moves by no more of its sds.
@@ -43,7 +55,7 @@ class Prior:
             fixed = self._find({})
             if fixed is not None:
                 at = self._centre
-                inner = fixed.precision @ at @ at if full else (fixed.precision * at.square()).sum()
+                inner = times(fixed.precision, at) @ at
                 self._known = fixed, float(self.log_prob(at, {}) - fixed.shift @ at + 0.5 * inner)
 
     def log_prob(self, z: Tensor, theta: Params) -> Tensor:
@@ -92,15 +104,10 @@ class Prior:
         if self._known is not None:
             return q, site
         exact = self.exact(theta)
-        damping = _DAMPING if exact is None else 1.0
-        target = exact if exact is not None else self.target(q, theta)
-        change = target.minus(site)
-        for _ in range(8):
-            after = q.plus(change, damping)
-            if after.proper and (exact is not None or q.least_kept(change, damping) > 1 - MOST_LOST):
-                return after, site.plus(change, damping)
-            damping /= 2
-        return q, site
+        change = (self.target(q, theta) if exact is None else exact).minus(site)
+        damping, safe = (_DAMPING, 0.0) if exact is None else (1.0, 1.0)
+        after, step, _ = accept(q, change, damping, safe, _TRIED)
+        return (after, site.plus(change, step)) if step else (q, site)
 
     def target(self, q: Natural, theta: Params) -> Natural:
         """The fixed-point update at q. Raises InputError where a prior that is not Gaussian has many dimensions."""
@@ -123,7 +130,7 @@ class Prior:
     def stands(self, site: Natural, mean: Tensor, covariance: Tensor) -> bool:
         """Whether it differs from the prior there by so little that no mean is moved by more than `_STANDS` sds."""
         z = draws(from_moments(mean, covariance), self._eps)
-        inner = (z @ site.precision * z).sum(1) if site.full else (site.precision * z.square()).sum(1)
+        inner = (times(site.precision, z) * z).sum(1)
         off = over_draws(lambda z: self.log_prob(z, {}), z) - (z @ site.shift - 0.5 * inner)
         return bool(off.std() <= _STANDS)
 
@@ -141,8 +148,7 @@ class Prior:
             return float(constant + prior.log_normaliser() - kl(q, prior))
         expected = over_draws(lambda z: self.log_prob(z, theta), draws(q, self._eps)).mean()
         mean = q.mean()
-        inner = q.precision @ mean @ mean if q.full else (q.precision * mean.square()).sum()
-        entropy = q.log_normaliser() - q.shift @ mean + 0.5 * (inner + q.n)
+        entropy = q.log_normaliser() - q.shift @ mean + 0.5 * (times(q.precision, mean) @ mean + q.n)
         return float(expected + entropy)
 
 

@@ -72,7 +72,7 @@ from secure_fvi.algorithms.base import (
 )
 from secure_fvi.algorithms.kit import LENGTHS, NOT_TWICE, Answer, FitAnswer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, EXACT, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
-from secure_fvi.algorithms.natural import MOST_LOST, Natural, distance, nothing, to_eta
+from secure_fvi.algorithms.natural import MOST_LOST, Natural, accept, distance, nothing, to_eta
 from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
 from secure_fvi.algorithms.stationarity import as_sent, final_draws
@@ -81,6 +81,7 @@ from secure_fvi.compiled import threads
 from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import BoundError, InputError, ProtocolError
 from secure_fvi.families import Params
+from secure_fvi.families.gaussian import lower
 from secure_fvi.later import Later
 from secure_fvi.objective import Lengths
 from secure_fvi.optimizers import Optimizer
@@ -225,8 +226,6 @@ class PVI(LocalFitOptions):
 # One over the silos asked is an average of their local posteriors, hence proper, and slow. The paper searched for more
 # by hand (section 5.3, E.3).
 
-#: Halvings of a step after which q stays where it is.
-_HALVINGS = 30
 #: Shares of the agreement with the change before last under which a step is halved, and from which the next is longer.
 _TURNING, _ALIKE = 0.75, 0.95
 #: An agreement under _NOISE tells nothing. Changes that shrink to a share of _SHRINKING allow a longer step too; that
@@ -258,20 +257,6 @@ def pace(q: Natural, now: Natural, last: Natural, earlier: Natural) -> float:
     if first >= 0 and both.norm() < _SHRINKING * both_last.norm():
         return 2.0
     return 1.25 if alike else 1.0
-
-
-def accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Natural, float, int]:
-    """q after the largest step of `damping`, `damping` / 2, ... that is proper and leaves q a part of its precision
-    (`MOST_LOST`), its size (0 for none), and the halvings it took.
-
-    A step up to `safe` need only be proper: one over the silos asked is an average of their local posteriors.
-    """
-    for halving in range(_HALVINGS):
-        step = damping * 0.5**halving
-        after = q.plus(change, step)
-        if after.proper and (step <= safe or q.least_kept(change, step) > 1 - MOST_LOST):
-            return after, step, halving
-    return q, 0.0, _HALVINGS
 
 
 def moved_by(q: Natural, change: Natural, damping: float) -> Natural:
@@ -630,9 +615,7 @@ class PVIProgram(Program):
 
     def per_unit(self, units: Tensor) -> Tensor:
         """(packed,) factors of a packed factor of z that make it one of z / units."""
-        n = self.families.n
-        rows, cols = torch.tril_indices(n, n) if self.families.full else torch.arange(n).expand(2, -1)
-        return torch.cat([units, units[rows] * units[cols]])
+        return torch.cat([units, lower(torch.outer(units, units)) if self.families.full else units.square()])
 
     # ---- server ----
 
@@ -915,8 +898,7 @@ class PVIProgram(Program):
                 self.problem, state.q, state.theta, self._log_prior(state), self._final_draws(), sums, self.config.bound
             )
         state = state._replace(phase=ROUND_PHASE, rest=rest, checked=whole)
-        refines = REFINE in self.tables and whole and (not state.theta or self.at_rest(state))
-        if refines and self.refiner.fits and refining_server.worthwhile(rest):
+        if REFINE in self.tables and whole and (not state.theta or self.at_rest(state)):
             begun = self._judge.begun(state.q, rest, self._of_q(state).converged is True)
             if begun is not None:
                 state = state._replace(phase=REFINE, refining=begun)
@@ -929,9 +911,8 @@ class PVIProgram(Program):
 
     def _refined(self, state: PVIState, message: Broadcast, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
         """After one more sum at draws near q."""
-        after = state.refining._replace(sums=refining.SUMS, lost=refining_server.ABSENT)
-        if int(present.sum()) == len(self.problem.silos):
-            after = self._judge.step(state.refining, message, sums, state.q, state.theta, self._log_prior(state))
+        absent = int(present.sum()) < len(self.problem.silos)
+        after = self._judge.step(state.refining, message, sums, state.q, state.theta, self._log_prior(state), absent)
         step = Step(state.rest.objective, state.damping, None, REFINE, after.done)
         return state._replace(refining=after, phase=ROUND_PHASE if after.done else REFINE), step
 

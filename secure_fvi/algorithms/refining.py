@@ -54,6 +54,7 @@ from secure_fvi.algorithms.weighing import (
 from secure_fvi.disclosure import Sums
 from secure_fvi.errors import ProtocolError
 from secure_fvi.families import Params
+from secure_fvi.families.gaussian import from_lower, lower
 from secure_fvi.randomness import LARGEST, server_draws
 
 #: The phase after the final sum, and what a silo adds in it.
@@ -181,19 +182,13 @@ Mixture = list[tuple[float, Part]]
 def mixture(parts: Mixture) -> Tensor:
     """(PARTS, 1 + n + n (n + 1) / 2,): a proposal, a row a normal: its share, mean, and the lower half of the factor of
     its covariance. Where there are fewer the last ones are the first, with no share."""
-    rows, cols = torch.tril_indices(*parts[0][1].factor.shape)
     filled = [*parts, *[(0.0, parts[0][1])] * (PARTS - len(parts))]
-    return torch.stack([torch.cat([p.mean.new_tensor([share]), p.mean, p.factor[rows, cols]]) for share, p in filled])
+    return torch.stack([torch.cat([p.mean.new_tensor([share]), p.mean, lower(p.factor)]) for share, p in filled])
 
 
 def unmixed(proposal: Tensor, n: int) -> Mixture:
     """Its normals, those without a share left out, and shares that add up to 1."""
-    rows, cols = torch.tril_indices(n, n)
-    found = []
-    for row in proposal:
-        factor = row.new_zeros(n, n)
-        factor[rows, cols] = row[1 + n :]
-        found.append((float(row[0]), Part(row[1 : 1 + n], factor)))
+    found = [(float(row[0]), Part(row[1 : 1 + n], from_lower(row[1 + n :], n))) for row in proposal]
     total = sum(share for share, _ in found)
     return [(share / total, part) for share, part in found if share > 0]
 

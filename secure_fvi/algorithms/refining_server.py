@@ -41,7 +41,7 @@ from secure_fvi.algorithms.refining import (
 from secure_fvi.algorithms.weighing import Part, Points, finite, first_log_prior, lines_of, points, q_part, sds_from
 from secure_fvi.compiled import over_draws
 from secure_fvi.families import Params
-from secure_fvi.families.gaussian import LOG_2PI
+from secure_fvi.families.gaussian import LOG_2PI, from_lower
 from secure_fvi.randomness import server_draws
 
 #: Why a sum is of no use.
@@ -279,8 +279,9 @@ class Refiner(refining.Refiner):
 
     def begun(self, q: Natural, rest: Rest, converged: bool) -> Refining | None:
         """Before the first sum: near q itself, where that has converged and is close; where other modes were found near
-        all of them; else by the weights of q's draws. None: too many modes, or q is close and a sum is dear."""
-        if self.nested and converged:
+        all of them; else by the weights of q's draws. None: draws of q say nothing of where the posterior is, there are
+        too many modes, or q is close and a sum is dear."""
+        if not (self.fits and worthwhile(rest)) or (self.nested and converged):
             return None
         seen, own = rest.seen, q_part(q)
         assert seen is not None
@@ -305,9 +306,11 @@ class Refiner(refining.Refiner):
 
     def step(
         self, state: Refining, message: Broadcast, sums: Totals, q: Natural, theta: Params,
-        log_prior: Callable[[Tensor], Tensor],
+        log_prior: Callable[[Tensor], Tensor], absent: bool,
     ) -> Refining:  # fmt: skip
-        """After a sum over all silos."""
+        """After a sum; absent: whether a silo was."""
+        if absent:
+            return state._replace(sums=refining.SUMS, lost=ABSENT)
         total = sums[REFINED]
         state = state._replace(sums=state.sums + 1)
         made = message.tensors[PROPOSAL].to("cpu", torch.float64)
@@ -678,9 +681,8 @@ def normal_like(z: Tensor, nats: Tensor, share: Tensor, near: Part) -> Likelihoo
     value, slope, curve = (
         torch.linalg.lstsq(by * columns, by * nats[told][:, None]).solution[:, 0].split([1, n, len(rows)])
     )
-    lower = white.new_zeros(n, n)
-    lower[rows, cols] = -curve
-    values, vectors = torch.linalg.eigh(lower + lower.mT)
+    half = from_lower(-curve, n)
+    values, vectors = torch.linalg.eigh(half + half.mT)
     back = torch.linalg.solve_triangular(near.factor, torch.eye(n, dtype=z.dtype), upper=False)
     half = values.clamp(min=0).sqrt()[:, None] * vectors.mT @ back
     return Likelihood(near.mean, value, back.mT @ slope, half.mT @ half)

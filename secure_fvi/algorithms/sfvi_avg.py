@@ -60,6 +60,7 @@ from secure_fvi.density import LogDensity, LogTerms
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params
+from secure_fvi.families.gaussian import eta_of
 from secure_fvi.later import Later
 from secure_fvi.objective import SiloFunction, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
@@ -724,10 +725,7 @@ def full_parameters(loc: Tensor, covariance: FloatArray) -> Params:
     factor, info = torch.linalg.cholesky_ex(0.5 * (matrix + matrix.T))
     if int(info) or not bool(factor.isfinite().all()):
         raise InputError("the merged covariance is not positive definite; lower learning_rate or rescale the data")
-    scale = factor.diagonal()
-    rows, columns = torch.tril_indices(len(scale), len(scale), -1)
-    lower = (factor / scale.unsqueeze(-1))[rows, columns]
-    return {"loc": loc, "log_scale": scale.log().to(loc), "lower": lower.to(loc)}
+    return {name: value.to(loc) for name, value in eta_of(loc, factor).items()}
 
 
 def diagonal_parameters(loc: Tensor, covariance: FloatArray) -> Params:

@@ -13,6 +13,7 @@ Z_G then is that of its marginal likelihood's bound, up to what they are from th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -23,12 +24,15 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
-from secure_fvi.algorithms.natural import Natural, from_moments
+from secure_fvi.algorithms.kit import Rows
+from secure_fvi.algorithms.natural import Natural, from_moments, times
 from secure_fvi.algorithms.weighing import as_told, spare, too_large
 from secure_fvi.compiled import TRACE_AFTER_CALLS, Traced, over_draws
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
+from secure_fvi.families.gaussian import lower
 from secure_fvi.objective import SiloFunction, silo_gradient
 from secure_fvi.randomness import server_draws
+from secure_fvi.trees import take
 
 #: What Z_G is off q's mean by; the records' parameters, rows, weights, eps_L and eps_S.
 _Draw = tuple[Tensor, tuple[Params, Params, Tensor, Tensor, Tensor]]
@@ -190,14 +194,20 @@ class _Frame(Protocol):
 
 
 def silo_inputs(
-    frame: _Frame, record: Params, view: SiloView, keys: Iterable[int]
+    frame: _Frame, record: Params, view: SiloView, keys: Iterable[int], batches: Iterable[Rows] | None = None
 ) -> Iterator[tuple[Params, Params, Tensor, Tensor, Tensor]]:
-    """For `SiloSlope`, by all records of the silo; each key names a draw of eps_L and eps_S, and is used once."""
+    """For `SiloSlope`, by all records of the silo, or by a minibatch for each draw; each key names a draw of eps_L and
+    eps_S, and is used once."""
     samples, n = frame.samples, frame.n_record
-    for key in keys:
-        eps_record = view.record_draws.normals(key, samples * n).reshape(len(view.weights), samples, n)
+    for key, batch in zip(keys, itertools.repeat(None) if batches is None else batches, strict=False):
+        own, rows, weights = record, view.rows, view.weights
+        if batch is not None:
+            at = torch.from_numpy(batch).to(weights.device)
+            own, rows = take(record, at), take(view.rows, at)
+            weights = weights.new_full((len(batch),), view.size / len(batch))
+        eps_record = view.record_draws.normals(key, samples * n, batch).reshape(len(weights), samples, n)
         eps_silo = view.silo_draws.normals(key, frame.n_silo)
-        yield record, view.rows, view.weights, frame.move(eps_record.transpose(0, 1).contiguous()), frame.move(eps_silo)
+        yield own, rows, weights, frame.move(eps_record.transpose(0, 1).contiguous()), frame.move(eps_silo)
 
 
 def packed(q: Natural, eps: Tensor, gradients: Tensor) -> tuple[FloatArray, FloatArray]:
@@ -208,13 +218,3 @@ def packed(q: Natural, eps: Tensor, gradients: Tensor) -> tuple[FloatArray, Floa
         return slopes.mean(1).flatten().numpy(), (eps * slopes).mean(1).flatten().numpy()
     curves = [lower(0.5 * (e.mT @ s + s.mT @ e) / len(e)) for e, s in zip(eps, slopes, strict=True)]
     return slopes.mean(1).flatten().numpy(), torch.cat(curves).numpy()
-
-
-def lower(matrix: Tensor) -> Tensor:
-    rows, cols = torch.tril_indices(*matrix.shape)
-    return matrix[rows, cols]
-
-
-def times(factor: Tensor, x: Tensor) -> Tensor:
-    """F x for x (..., n)."""
-    return x @ factor.mT if factor.dim() == 2 else factor * x

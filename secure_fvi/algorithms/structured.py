@@ -215,19 +215,16 @@ class StructuredProgram(Program):
         self, found: Posterior, rest: final_server.Rest, of_q: Verdict, settled: bool
     ) -> refining_server.Refining | None:
         """What comes after the final sum; None: nothing. settled: whether theta is where it ends."""
-        known = REFINE in self.tables and (settled or not found.theta)
-        if known and self._refiner.fits and refining_server.worthwhile(rest):
-            return self._judge.begun(as_natural(self.family, found.eta), rest, of_q.converged is True)
-        return None
+        if REFINE not in self.tables or not (settled or not found.theta):
+            return None
+        return self._judge.begun(as_natural(self.family, found.eta), rest, of_q.converged is True)
 
     def refined(
         self, state: refining_server.Refining, found: Posterior, message: Broadcast, sums: Totals, absent: bool
     ) -> refining_server.Refining:
         """After such a sum; absent: whether a silo was."""
-        if absent:
-            return state._replace(sums=refining.SUMS, lost=refining_server.ABSENT)
         q, log_prior = as_natural(self.family, found.eta), self._log_prior(found.theta)
-        return self._judge.step(state, message, sums, q, found.theta, log_prior)
+        return self._judge.step(state, message, sums, q, found.theta, log_prior, absent)
 
     def refining_answer(self, message: Broadcast, sent: Params, record: Params, silo: Params, view: SiloView) -> Blocks:
         """The silo's term of it."""

@@ -178,6 +178,26 @@ def global_family(name: str, n: int, rank: int = 8) -> GlobalFamily:
     raise InputError(f"family '{name}' is unknown; choose auto, diagonal, full or low_rank")
 
 
+def lower(matrix: Tensor, diagonal: int = 0) -> Tensor:
+    """(..., k): of matrices (..., n, n) the rows of their lower triangles, up to this diagonal."""
+    rows, cols = torch.tril_indices(matrix.shape[-2], matrix.shape[-1], diagonal, device=matrix.device)
+    return matrix[..., rows, cols]
+
+
+def from_lower(packed: Tensor, n: int, symmetric: bool = False) -> Tensor:
+    """The inverse of `lower` (n (n + 1) / 2,): a lower triangular matrix (n, n), or a symmetric one."""
+    rows, cols = torch.tril_indices(n, n, device=packed.device)
+    found = packed.new_zeros(n, n)
+    found[rows, cols] = packed
+    return found + found.tril(-1).mT if symmetric else found
+
+
+def eta_of(loc: Tensor, factor: Tensor) -> Params:
+    """Parameters of `Full` with this mean (..., n) and lower triangular factor (..., n, n) of the covariance."""
+    scale = factor.diagonal(dim1=-2, dim2=-1)
+    return {"loc": loc, "log_scale": scale.log(), "lower": lower(factor / scale.unsqueeze(-1), -1)}
+
+
 def unit_lower(packed: Tensor, n: int) -> Tensor:
     """Unit lower triangular matrices (..., n, n) from their rows below the diagonal (..., n (n - 1) / 2)."""
     rows, cols = torch.tril_indices(n, n, -1, device=packed.device)
