@@ -1005,15 +1005,16 @@ def test_whatever_a_program_raises_on_a_record_is_no_answer(
             raise fails("on this record")
 
         caplog.clear()
-        name = "fit" if isinstance(silo.program, PVIProgram) else "_step"
-        monkeypatch.setattr(silo.program, name, Failing(getattr(silo.program, name), failing))
+        owner, name = silo.program, "fit" if isinstance(silo.program, PVIProgram) else "_step"
+        if by_record := isinstance(privacy, sf.RecordDP) and name == "_step":
+            owner, name = silo.program._step, "run"
+        monkeypatch.setattr(owner, name, Failing(getattr(owner, name), failing))
         if privacy is None:
             with pytest.raises(fails):
                 tell(silo, message)
             continue
         tell(silo, message)
         assert silo.gate.paid == 1
-        by_record = isinstance(privacy, sf.RecordDP) and name == "_step"
         assert silo.gate.dropped == (3 if by_record else 1)
         assert f"{silo.gate.dropped} records or contributions failed" in caplog.text
         assert not told

@@ -11,7 +11,7 @@ What travels is one rule for all: without differential privacy every block of a 
 protects, clipped and noised, and counts that the job makes public. An algorithm never flattens, splits, clips, noises
 or charges anything, and a sum that protects nothing does not exist under privacy.
 
-Under record privacy what each record's numbers are, to the last bit, follows from that record alone (`ByRecord`).
+Under record privacy what each record's numbers are, to the last bit, follows from that record alone (`EachAlone`).
 Records are evaluated together, and a program can make the last bit of a rounding error count for anything. PyTorch may
 round otherwise in batches of another shape, so that blocks have one shape whatever the data; where the program raises
 on a record (a matrix that cannot be factorised), those on which it does are found and a made record stands in their
@@ -26,7 +26,7 @@ import dataclasses
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -53,8 +53,10 @@ from secure_fvi.algorithms.base import (
     choose_cohort,
     form,
 )
+from secure_fvi.compiled import TracedOnMade, flatten, threads
 from secure_fvi.disclosure import Sums
 from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
+from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Conditional
 from secure_fvi.privacy.gate import MOST_ROWS, Gate, NoisedSum, Release
 from secure_fvi.privacy.settings import RecordDP, SiloDP
@@ -518,6 +520,58 @@ def warn_one_by_one(found: Iterable[str]) -> None:
         SecureFVIWarning,
         stacklevel=3,
     )
+
+
+class EachAlone:
+    """A function of shared values and blocks of records that evaluates each record alone: mapped and traced, or in a
+    loop once it is seen to use, for a made record, what is not known to keep records apart when it is mapped
+    (`exported.untested_operations`). It holds no data, so that all silos of a process share its traces."""
+
+    def __init__(
+        self, problem: Problem, gradients: Callable[..., Callable[..., Any]], takes: Callable[..., tuple[Any, ...]],
+        step: Callable[..., Any], made: Callable[..., tuple[Any, ...]], numbers: int,
+    ) -> None:  # fmt: skip
+        """gradients: `objective.record_gradients`, but for `mapped`. takes: what these take of (shared, ...). step: by
+        what they give and (shared, ...), what is found. made: by (count, shared, ...), the latter with so many made
+        records, None for as many. numbers: held at once of each record."""
+        self._problem, self._takes, self._step, self._made = problem, takes, step, made
+        self._mapped, self._alone = gradients(), gradients(mapped=False)
+        self.run = TracedOnMade(self.together, lambda *args: made(None, *args), problem.mode)
+        self.length = rows_at_once(numbers)
+        self._seen: list[Tensor] | None = None  # what was shared when it was looked at
+
+    def together(self, *args: Any) -> Any:
+        """What it gives with these arguments, however many records they have."""
+        return self._step(self._mapped(*self._takes(*args)), *args)
+
+    def __call__(
+        self, rows: Rows | None, size: int, args: Callable[[Rows], tuple[Any, ...]]
+    ) -> Iterator[tuple[Any, Rows, int]]:
+        """As of `evaluated`, by blocks of these rows, None for all `size` of them, with such arguments."""
+        run: Callable[..., Any] | None = None
+
+        def step(block: Rows) -> Any:
+            nonlocal run
+            given = args(block)
+            with threads(1):  # several would cut a block into parts at places of their own
+                if run is None:  # once a call: how many blocks there are, and calls in search of who fails, is of data
+                    self._look(given)
+                    run = self.run.ready(*given)
+                return run(*given)
+
+        for block in blocks_of(rows, size, self.length):
+            yield evaluated(block, step, size)
+
+    def _look(self, args: tuple[Any, ...]) -> None:
+        """At what it uses with these shared values, until it is traced; a graph uses the same with any."""
+        shared, seen, graph = flatten(args[0]), self._seen, isinstance(self._problem.density, GraphDensity)
+        known = seen is not None and (graph or all(map(torch.equal, shared, seen)))
+        if known or self.run.traced or self._mapped is self._alone:
+            return
+        self._seen, made = shared, self._takes(*self._made(1, *args))
+        if found := untested_operations(lambda: self._alone(*made)):
+            self._mapped, self.run.mode, self.length = self._alone, "eager", FEWEST_ROWS
+            warn_one_by_one(found)
 
 
 def evaluated(rows: Rows, step: Callable[[Rows], Any], spare: int) -> tuple[Any, Rows, int]:

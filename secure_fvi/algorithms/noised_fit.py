@@ -9,19 +9,19 @@ kept of the last half of the steps: on its way from where it began a fit meets g
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import SiloView
-from secure_fvi.algorithms.kit import FEWEST_ROWS, Rows, blocks_of, evaluated, joined, rows_at_once, warn_one_by_one
+from secure_fvi.algorithms.kit import EachAlone, Rows, joined
 from secure_fvi.algorithms.local_fit import LEAST_RATE, STRATA, Families, Fitted, OwnState, SiloFit, from_fit
-from secure_fvi.algorithms.natural import Natural
-from secure_fvi.compiled import TracedOnMade, threads
-from secure_fvi.exported import GraphDensity, untested_operations
-from secure_fvi.objective import Lengths, RecordGradients, record_gradients
+from secure_fvi.algorithms.natural import Natural, times
+from secure_fvi.objective import Lengths, record_gradients
 from secure_fvi.privacy.gate import NoisedSum
 from secure_fvi.trees import Params, take
 
@@ -37,58 +37,30 @@ class RowGradients:
         self.problem, self.move = families.problem, families.move
         self.told = 0 if lengths is None else len(lengths.edges) + 1
         of = families.problem.density, families.local, families.silo, 1, False
-        self._alone = record_gradients(*of, mapped=False, lengths=lengths)
-        self._gradients = record_gradients(*of, lengths=lengths)
-        self._run = TracedOnMade(self._function, self._made, families.problem.mode)
-        self._length, self._looked = rows_at_once(families.n), False
+        gradients = functools.partial(record_gradients, *of, lengths=lengths)
+        self._rows = EachAlone(self.problem, gradients, _taken, lambda g, *_: g.rows, self._made, families.n)
 
     def __call__(self, z: Tensor, key: int, rate: float, view: SiloView) -> Iterator[Tensor]:
         """Of a Poisson sample of this rate, whose coins `key` names: (B, n + told) each, rows of zeros among them."""
-        self._look(z)
-        run: Callable[..., Tensor] | None = None
 
-        def step(rows: Rows) -> Tensor:
-            nonlocal run
+        def args(rows: Rows) -> tuple[Tensor, Params, Tensor]:
             at = torch.from_numpy(rows).to(self.problem.device)
-            args = z, take(view.rows, at), view.weights[at]
-            with threads(1):  # several would cut a block into parts at places of their own
-                if run is None:  # once a step: how many blocks there are is of data
-                    run = self._run.ready(*args)
-                return run(*args)
+            return z, take(view.rows, at), view.weights[at]
 
-        for rows in blocks_of(joined(view, key, rate), view.size, self._length):
-            found, _, _ = evaluated(rows, step, view.size)
+        for found, _, _ in self._rows(joined(view, key, rate), view.size, args):
             if found is not None:
                 yield found
 
-    def _look(self, z: Tensor) -> None:
-        """As SFVI does (`SFVIProgram._look`): with operations that are not known to keep records apart when they are
-        mapped, records are evaluated in a loop from here on."""
-        fixed = self._looked and isinstance(self.problem.density, GraphDensity)  # it uses the same at each z
-        if fixed or self._run.traced or self._gradients is self._alone:
-            return
-        self._looked = True
-        found = untested_operations(lambda: self._by(self._alone, *self._of_made(z, 1)))
-        if found:
-            self._gradients, self._run.mode, self._length = self._alone, "eager", FEWEST_ROWS
-            warn_one_by_one(found)
+    def _made(self, count: int | None, z: Tensor, rows: Params, weights: Tensor) -> tuple[Tensor, Params, Tensor]:
+        """So many made records, None for as many, in place of the silo's own."""
+        count = len(weights) if count is None else count
+        made = {n: v.to(rows[n]) for n, v in self.problem.schema.dummy_rows(count).items()}
+        return z, made, weights.new_ones(count)
 
-    def _function(self, z: Tensor, rows: Params, weights: Tensor) -> Tensor:
-        return self._by(self._gradients, z, rows, weights)
 
-    @staticmethod
-    def _by(gradients: Callable[..., RecordGradients], z: Tensor, rows: Params, weights: Tensor) -> Tensor:
-        nothing = z.new_zeros(1, len(weights), 0)
-        return gradients(z, torch.zeros_like(z), {}, {}, {}, rows, weights, nothing, z.new_zeros(1, 0)).rows
-
-    def _made(self, z: Tensor, rows: Params, weights: Tensor) -> tuple[Tensor, Params, Tensor]:
-        return self._of_made(z, len(weights))
-
-    def _of_made(self, z: Tensor, count: int) -> tuple[Tensor, Params, Tensor]:
-        """Made records in place of the silo's own."""
-        made = {n: v.to(self.problem.device) for n, v in self.problem.schema.dummy_rows(max(2, count)).items()}
-        rows = {n: (self.move(v) if v.is_floating_point() else v)[:count] for n, v in made.items()}
-        return z, rows, self.move(torch.ones(count))
+def _taken(z: Tensor, rows: Params, weights: Tensor) -> tuple[Any, ...]:
+    """What gradients take of a model without own latents."""
+    return z, torch.zeros_like(z), {}, {}, {}, rows, weights, z.new_zeros(1, len(weights), 0), z.new_zeros(1, 0)
 
 
 class NoisedFit:
@@ -124,7 +96,7 @@ class NoisedFit:
             if step >= self.told_from:
                 lengths += total[q.n :].to("cpu", torch.float64) / told_of
             total = families.move(total[: q.n])
-            held = shift - (precision @ z if precision.dim() == 2 else precision * z)
+            held = shift - times(precision, z)
             state = steps.step(state, eps, total + held, schedule[step, 0])
             root = steps.root(state)
             seen = {"loc": steps.loc(state), "covariance": root @ root.mT if root.dim() == 2 else root.square()}

@@ -47,22 +47,18 @@ from secure_fvi.algorithms.base import (
     fixed_length,
 )
 from secure_fvi.algorithms.kit import (
-    FEWEST_ROWS,
     LENGTHS,
     NOT_TWICE,
     Answer,
     Blocks,
+    EachAlone,
     Program,
     RecordAnswer,
     Rows,
     Sum,
     Totals,
     at_least_two,
-    blocks_of,
-    evaluated,
     on_made,
-    rows_at_once,
-    warn_one_by_one,
 )
 from secure_fvi.algorithms.refining import REFINE
 from secure_fvi.algorithms.structured import (
@@ -77,10 +73,10 @@ from secure_fvi.algorithms.structured import (
     local_units,
 )
 from secure_fvi.algorithms.weighing import DISCLOSED
-from secure_fvi.compiled import Traced, TracedOnMade, threads
+from secure_fvi.compiled import Traced
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError
-from secure_fvi.exported import GraphDensity, untested_operations
+from secure_fvi.exported import untested_operations
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
 from secure_fvi.later import Later
 from secure_fvi.objective import (
@@ -396,8 +392,6 @@ class SFVIProgram(StructuredProgram):
         self.gradient_blocks = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
         self.hidden = sum(v.numel() for v in self.silo_family.init(torch.zeros(1, self.n_silo)).values())
         self.sampled = config.sampling_rate
-        numbers = sum(block.size for block in self.gradient_blocks)  # held at once of each row
-        self._block = rows_at_once(numbers)
         self._trace()
 
     @property
@@ -473,17 +467,15 @@ class SFVIProgram(StructuredProgram):
         """What is traced of both halves: whole steps."""
         mode, by_shape = self.problem.mode, self.local_family.couples_records
         of = self.problem.density, self.local_family, self.silo_family, self.samples
-        said = self.curved, self.lengths
         self._gradient: Callable[..., SiloGradient] = silo_gradient(*of)
-        self._record_gradients: Callable[..., RecordGradients] = record_gradients(*of, self.couples, True, *said)
-        self._alone = record_gradients(*of, self.couples, False, *said)
-        self._looked_at: int | None = None  # the turn in which `_look` looked last
+        gradients = functools.partial(record_gradients, *of, self.couples, curved=self.curved, lengths=self.lengths)
+        numbers = sum(block.size for block in self.gradient_blocks)
         self._own_terms = Traced(self._gradient, (None,) * 9, mode)
         self._pull_back: Callable[..., Any] = server_gradient(self.problem.density, self.family)
         self._move = Traced(self._move_function, (None,) * 8, mode)
         axes = None, LATENTS_AXES, BATCH_AXES, None
         self._step: Any = (
-            TracedOnMade(self._record_step_function, self._made, mode)
+            EachAlone(self.problem, gradients, self._taken, self._record_step_function, self._made, numbers)
             if self.by_record
             else Traced(self._step_function, (None,) * 4 if by_shape else axes, mode, by_shape)
         )
@@ -868,8 +860,13 @@ class SFVIProgram(StructuredProgram):
         blocks, own = self._step(self.sent(message), local.latents.taken(at), batch, scale)
         return Answer({**blocks, RECORDS: view.size}, self._after(message, local, own, at))
 
+    @staticmethod
+    def _taken(sent: Sent, own: Latents, batch: Batch, scale: Tensor) -> tuple[Any, ...]:
+        """What gradients take of a step's arguments."""
+        return *sent, own.record, own.silo, *batch
+
     def _step_function(self, sent: Sent, own: Latents, batch: Batch, scale: Tensor) -> tuple[Blocks, Latents]:
-        g = self._gradient(*sent, own.record, own.silo, *batch)
+        g = self._gradient(*self._taken(sent, own, batch, scale))
         return self._named(g), self.stepped(own, g, scale)
 
     # ---- a record at a time ----
@@ -878,23 +875,14 @@ class SFVIProgram(StructuredProgram):
         rate, sent, scale = self.config.sampling_rate, self.sent(message), self.scalar(message.scalars["scale"])
         eps_silo, dropped = self._eps_silo(view), 0
         moved: list[tuple[Rows, Params, Params]] = []  # rows, and where they and their optimiser's state go
+        latents = local.latents._replace(silo_moments={})
 
-        run: Callable[..., tuple[Any, ...]] | None = None
-
-        def stepped(rows: Rows) -> tuple[Any, ...]:
-            nonlocal run
-            own = local.latents._replace(silo_moments={})
-            args = sent, own.taken(self.at(rows)), self.batch(view.turn, view, rows, eps_silo), scale
-            with threads(1):  # several would cut a block into parts at places of their own
-                if run is None:  # once a round: how many blocks there are, and calls in search of who fails, is of data
-                    self._look(view.turn, args)
-                    run = self._step.ready(*args)
-                return run(*args)
+        def args(rows: Rows) -> tuple[Sent, Latents, Batch, Tensor]:
+            return sent, latents.taken(self.at(rows)), self.batch(view.turn, view, rows, eps_silo), scale
 
         def chunks() -> Iterator[tuple[Tensor, Tensor]]:
             nonlocal dropped
-            for rows in self._chunks(view.turn, view):
-                found, rows, failed = evaluated(rows, stepped, view.size)
+            for found, rows, failed in self._step(self.drawn(view.turn, view), view.size, args):
                 dropped += failed
                 if found is not None:
                     gradients, values, new, moments = found
@@ -926,9 +914,8 @@ class SFVIProgram(StructuredProgram):
         return RecordAnswer(chunks(), free, {RECORDS: view.size}, after, lambda: dropped)
 
     def _record_step_function(
-        self, sent: Sent, own: Latents, batch: Batch, scale: Tensor
+        self, g: RecordGradients, sent: Sent, own: Latents, batch: Batch, scale: Tensor
     ) -> tuple[Tensor, Tensor, Params, Params]:
-        g = self._record_gradients(*sent, own.record, own.silo, *batch)
         local = {name: value / self.config.sampling_rate for name, value in g.local.items()}
         step = self.local_optimizer.step
         return g.rows, g.values, *step(own.record, local, own.record_moments, scale, local_units(own.record))
@@ -944,31 +931,14 @@ class SFVIProgram(StructuredProgram):
         found: SiloGradient = self._own_terms(*sent, record, silo, rows, nothing, eps, eps_silo)
         return found
 
-    def _look(self, turn: int, args: tuple[Sent, Latents, Batch, Tensor]) -> None:
-        """Which operations the program uses for a made record with what is shared this turn, until it is traced. With
-        one that is not known to keep records apart when it is mapped, they are evaluated in a loop from here on."""
-        if self._looked_at == turn or self._record_gradients is self._alone or self._step.traced:
-            return
-        if self._looked_at is not None and isinstance(self.problem.density, GraphDensity):
-            return  # it uses the same in each turn
-        self._looked_at = turn
-        sent, own, batch, _ = self._made(*args)
-        first = torch.zeros(1, dtype=torch.int64, device=batch.weights.device)
-        one = Batch(take(batch.rows, first), batch.weights[:1], batch.eps_record[:, :1], batch.eps_silo)
-        found = untested_operations(lambda: self._alone(*sent, take(own.record, first), own.silo, *one))
-        if found:
-            self._record_gradients, self._step.mode, self._block = self._alone, "eager", FEWEST_ROWS
-            warn_one_by_one(found)
-
-    def _made(self, sent: Sent, own: Latents, batch: Batch, scale: Tensor) -> tuple[Sent, Latents, Batch, Tensor]:
-        """What `_record_step_function` was called with, made records in place of the silo's own."""
-        count = len(batch.weights)
+    def _made(
+        self, count: int | None, sent: Sent, own: Latents, batch: Batch, scale: Tensor
+    ) -> tuple[Sent, Latents, Batch, Tensor]:
+        """What `_record_step_function` was called with, so many made records (None: as many) in place of the silo's."""
+        count = len(batch.weights) if count is None else count
         rows = {n: v.to(batch.rows[n]) for n, v in self.problem.schema.dummy_rows(count).items()}
         record = self.local_family.init(self.move(self.problem.start.z_record[:1].expand(count, -1)))
-        eps = torch.randn(batch.eps_record.shape, generator=torch.Generator().manual_seed(0)).to(batch.eps_record)
+        drawn = torch.randn(self.samples, count, self.n_record, generator=torch.Generator().manual_seed(0))
         made = own._replace(record=record, record_moments=self.local_optimizer.init(record, by_row=True))
-        return sent, made, Batch(rows, torch.ones_like(batch.weights), eps, batch.eps_silo), scale
-
-    def _chunks(self, key: int, view: SiloView) -> Iterator[Rows]:
-        """The sample in blocks of one shape. None of it is cut."""
-        yield from blocks_of(self.drawn(key, view), view.size, self._block)
+        eps, weights = drawn.to(batch.eps_record), batch.weights.new_ones(count)
+        return sent, made, Batch(rows, weights, eps, batch.eps_silo), scale

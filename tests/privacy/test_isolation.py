@@ -25,7 +25,8 @@ from test_conditional_sensitivity import Parties, gaps
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms import noised_fit, sfvi
+from secure_fvi.algorithms import kit
+from secure_fvi.algorithms.kit import blocks_of
 from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, threads
 from secure_fvi.deployment.fenced import export
 from secure_fvi.errors import InputError
@@ -53,9 +54,8 @@ def test_the_program_of_these_attacks_is_refused_before_the_first_round(monkeypa
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 rows where a program runs a row at a time, spare ones included, and of 32 elsewhere."""
-    monkeypatch.setattr(sfvi, "rows_at_once", lambda numbers: 32)
-    monkeypatch.setattr(sfvi, "FEWEST_ROWS", 16)
-    monkeypatch.setattr(noised_fit, "FEWEST_ROWS", 16)
+    monkeypatch.setattr(kit, "rows_at_once", lambda numbers: 32)
+    monkeypatch.setattr(kit, "FEWEST_ROWS", 16)
 
 
 class Fenced:
@@ -169,7 +169,7 @@ def _traced_in(how: str, records: int, fails: bool, rounds: int) -> int:
         state = server.state.algorithm
         server.state = server.state._replace(algorithm=state._replace(eta={**state.eta, "loc": torch.tensor([1.4])}))
         parties.engine.run(server.round())
-        if program._step.traced:
+        if program._step.run.traced:
             return round_
     return rounds
 
@@ -210,7 +210,7 @@ def _in_pairs(rows: Any, step: Any, spare: int) -> Any:
 
 def test_records_evaluated_again_in_another_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control. By how much, 14 norms or 30, follows from a processor's last bits."""
-    monkeypatch.setattr(sfvi, "evaluated", _in_pairs)
+    monkeypatch.setattr(kit, "evaluated", _in_pairs)
     assert gaps(functools.partial(failing_world, "unfenced"), ROUNDS).max() > 10
 
 
@@ -272,11 +272,8 @@ def test_a_graph_does_not_have_it() -> None:
 def test_records_that_are_mixed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: nobody looks at what the program uses, and no row that is made comes last."""
 
-    def as_it_was(self: sfvi.SFVIProgram, key: int, view: Any) -> Any:
-        yield np.arange(view.size)[::-1].copy()
-
-    monkeypatch.setattr(sfvi, "untested_operations", lambda call: [])
-    monkeypatch.setattr(sfvi.SFVIProgram, "_chunks", as_it_was)
+    monkeypatch.setattr(kit, "untested_operations", lambda call: [])
+    monkeypatch.setattr(kit, "blocks_of", lambda rows, size, length: [np.arange(size)[::-1].copy()])
     assert gaps(mixing_world, ROUNDS).max() > 15
 
 
@@ -359,7 +356,7 @@ def test_blocks_have_one_shape_whatever_the_number_of_records(count: int) -> Non
     silo = {"x": torch.zeros(count), "y": torch.randn(count)}
     party = world(plain, "unfenced", silo, None).engine.silos["silo-1"]
     program, view = party.program, party.view
-    blocks = list(program._chunks(0, view))
+    blocks = list(blocks_of(program.drawn(0, view), view.size, program._step.length))
     assert {b.shape for b in blocks} == {(512,)}
     assert all(b[-1] == count for b in blocks)  # the spare row, which is no record
     assert np.array_equal(np.concatenate(blocks)[np.concatenate(blocks) < count], np.arange(count))
@@ -393,13 +390,13 @@ def test_a_function_is_traced_on_what_is_made() -> None:
 def test_a_block_runs_in_one_thread_whatever_the_process_is_told() -> None:
     parties = world(plain, "unfenced", {"x": torch.ones(3), "y": torch.ones(3)}, None)
     program: Any = parties.engine.silos["silo-1"].program
-    step, found = program._step, list[int]()
+    step, found = program._step.run, list[int]()
 
     def counted(*args: Any) -> Any:
         found.append(torch.get_num_threads())
         return step(*args)
 
-    program._step = types.SimpleNamespace(traced=False, ready=lambda *_: counted)
+    program._step.run = types.SimpleNamespace(traced=False, ready=lambda *_: counted)
     with threads(2):
         parties.engine.run(parties.server.round())
     assert found == [1]

@@ -18,6 +18,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi import fitting
 from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.algorithms.kit import blocks_of
 from secure_fvi.building import declared_job
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
@@ -150,10 +151,7 @@ def test_two_sums_of_one_round_are_two_independent_samples() -> None:
     server, engine, _ = parties(small_job())
     silo = engine.silos["silo-2"]
     message = server.program.broadcast(server.state.algorithm, 1, 0)
-    chunks = [
-        np.concatenate(list(silo.program._chunks(index, silo.view)))
-        for index in (message.sum_index, message.sum_index + 1)
-    ]
+    chunks = [silo.program.drawn(index, silo.view) for index in (message.sum_index, message.sum_index + 1)]
     assert set(chunks[0].tolist()) != set(chunks[1].tolist())
 
 
@@ -161,17 +159,16 @@ def test_a_sample_larger_than_a_block_is_never_cut() -> None:
     """With blocks of four rows, every row of each sample is in some block, once, and each has a spare row."""
     _, engine, _ = parties(small_job(), sf.SFVI(iterations=20, sampling_rate=0.1))
     silo = engine.silos["silo-2"]
-    silo.program._block = 4
     sizes = set()
     for index in range(50):
-        pieces = list(silo.program._chunks(index, silo.view))
+        pieces = blocks_of(silo.program.drawn(index, silo.view), silo.size, 4)
         sizes |= {len(p) for p in pieces}
         assert all(p[-1] == silo.size for p in pieces)
         rows = np.concatenate(pieces)
         kept = rows[rows < silo.size]
         assert sorted(kept) == sorted(silo.program.drawn(index, silo.view))
     assert len(sizes) == 1
-    assert any(len(list(silo.program._chunks(i, silo.view))) > 1 for i in range(50))
+    assert any(len(blocks_of(silo.program.drawn(i, silo.view), silo.size, 4)) > 1 for i in range(50))
 
 
 def test_batches_do_not_follow_from_the_seed() -> None:

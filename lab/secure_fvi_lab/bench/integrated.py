@@ -200,7 +200,7 @@ def simulated(program: SFVIProgram, data: Children, variance: float, rng: torch.
     def of_children(*args: Any) -> Any:
         z, shift, record, state, rows, weights, eps = args
         own, batch = Latents(record, state, {}, {}), Batch(rows, weights, eps, nothing)
-        return program._record_step_function(Sent(z, shift, {}), own, batch, one)
+        return program._step.together(Sent(z, shift, {}), own, batch, one)
 
     step, averaged, cut = vmap(of_children), 0, 0.0
     asked, totals, off, released = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
