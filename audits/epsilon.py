@@ -29,7 +29,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum
-from secure_fvi.algorithms.base import CLIP, Broadcast, Pending, Problem, ServerProgram, SiloProgram, Step
+from secure_fvi.algorithms.base import CLIP, Broadcast, Pending, Problem, SiloProgram, Step
 from secure_fvi.algorithms.natural import packed_size, unpack
 from secure_fvi.algorithms.sfvi import SFVI, WarmStart
 from secure_fvi.algorithms.vertical.vertical import HIDDEN_PHASE
@@ -52,7 +52,7 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate, NoiseSource, RecordRelease, Release
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import REPLACE, Terms
-from secure_fvi.server import claim
+from secure_fvi.server import ServerProgram, claim
 from secure_fvi.silo import Silo
 
 #: The attack's name on the command line, and its score in audit.json.

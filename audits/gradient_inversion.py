@@ -28,7 +28,8 @@ from secure_fvi.audits.transcript import Transcript
 from secure_fvi.audits.worlds import Data, Each, Laboratory, silent
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
-from secure_fvi.federated_model import FederatedModel, check_schemas_agree, read_data
+from secure_fvi.federated_model import FederatedModel, read_data
+from secure_fvi.fitting import check_schemas_agree
 from secure_fvi.program_density import ProgramDensity
 
 #: A guess that is this close to a record in direction is that record.

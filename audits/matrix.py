@@ -43,9 +43,9 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.models.vertical_programs import VerticalDataset
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
-from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import Federation, VerticalFederation, federate
+from secure_fvi.runs.reading import read
 
 #: Pools of this many records are drawn for attacks that fit references.
 _REFERENCE_RECORDS = 400

@@ -33,8 +33,8 @@ from secure_fvi.compiled import Traced
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.families import Diagonal, GlobalFamily
-from secure_fvi.federated_model import FederatedModel, check_schemas_agree, read_data
-from secure_fvi.fitting import fit
+from secure_fvi.federated_model import FederatedModel, read_data
+from secure_fvi.fitting import check_schemas_agree, fit
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.settings import DP
 from secure_fvi.program_density import ProgramDensity

@@ -20,7 +20,7 @@ from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum, Total
 from secure_fvi.aggregation.homomorphic import WithHolder
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
-from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Posterior, Problem, ServerProgram, SiloProgram
+from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Posterior, Problem, SiloProgram
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits.transcript import SET_UP, Entry, Sum, Transcript
 from secure_fvi.building import work_of
@@ -35,7 +35,7 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.settings import DP
-from secure_fvi.server import Server
+from secure_fvi.server import Server, ServerProgram
 from secure_fvi.silo import Silo
 from secure_fvi.trees import take, to_numpy
 

@@ -101,16 +101,6 @@ _ALSO_APART = _words(
     tril_indices triu_indices unfold_backward upsample_nearest2d_backward zero_
     """
 )
-#: By which a number decides what is computed of others.
-_DECIDING = _words(
-    """
-    abs amax amin argmax argmin argsort bitwise_and bitwise_not bitwise_or bitwise_xor bucketize ceil clamp clamp_max
-    clamp_min cummax cummin eq floor floor_divide fmax fmin fmod frac ge gt hardsigmoid hardswish hardtanh heaviside
-    isfinite isinf isnan kthvalue le leaky_relu logical_and logical_not logical_or logical_xor lt masked_fill
-    masked_scatter masked_select max maximum median min minimum ne nonzero relu remainder round searchsorted sgn sign
-    signbit softshrink sort threshold topk trunc where
-    """
-)
 #: Arithmetic of sizes, which a graph holds as whole numbers.
 SIZES: Mapping[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -670,17 +660,11 @@ class _Rules(TorchFunctionMode):
 
 def untested_operations(call: Callable[[], Any]) -> list[str]:
     """The operations that `call` uses and that no test has found to keep records apart when it is mapped over them."""
-    packets, names = _used(call)
+    packets, names = used_operations(call)
     return sorted((packets - _PURE - _ALSO_APART - {f"{name}_" for name in _PURE}) | names)
 
 
-def deciding_operations(call: Callable[[], Any]) -> list[str]:
-    """The operations that `call` uses by which a number decides what is computed of others: of a log density, where one
-    function of the latents passes into another, as between records of two kinds."""
-    return sorted({name.removesuffix("_") for name in _used(call)[0]} & _DECIDING)
-
-
-def _used(call: Callable[[], Any]) -> tuple[set[str], set[str]]:
+def used_operations(call: Callable[[], Any]) -> tuple[set[str], set[str]]:
     """The operations that `call` uses, and the functions with a derivative of their own."""
 
     def within(x: Tensor) -> Tensor:  # a transform, without which PyTorch calls such functions unseen

@@ -442,38 +442,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def check_schemas_agree(schemas: Mapping[str, Schema]) -> Schema:
-    """The one schema of all silos; raises InputError naming the first silo and field that differ."""
-    (first_id, first), *others = schemas.items()
-    for silo, schema in others:
-        if {f[0] for f in schema.fields} != {f[0] for f in first.fields}:
-            raise InputError(
-                f"silos '{first_id}' and '{silo}' hold different tensors: "
-                f"{sorted(f[0] for f in first.fields)} and {sorted(f[0] for f in schema.fields)}"
-            )
-        for mine, theirs in zip(first.fields, schema.fields, strict=True):
-            if mine != theirs:
-                raise InputError(
-                    f"'{mine[0]}' has shape {mine[1]} a record and type {mine[2]} at silo '{first_id}', "
-                    f"but {theirs[1]} and {theirs[2]} at silo '{silo}'; give it as one at all silos"
-                )
-        for name in first.constants.keys() | schema.constants.keys():
-            if not _same(first.constants.get(name), schema.constants.get(name)):
-                listed = isinstance(schema.constants.get(name), list)
-                hint = "; a list is one: use torch.tensor for a row a record" if listed else ""
-                raise InputError(f"shared value '{name}' differs between silos '{first_id}' and '{silo}'{hint}")
-    return first
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except (RuntimeError, TypeError, ValueError):  # containers of arrays, which do not say whether they are equal
-        return False
-
-
 # ---- What columns in memory have in common, whoever's they are: NumPy's, those of pandas and polars, lists ----
 
 

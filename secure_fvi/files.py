@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,25 +90,6 @@ def make_private(folder: Path) -> None:
     mode = folder.stat().st_mode & 0o777
     if mode & 0o077:
         folder.chmod(mode & 0o700)
-
-
-def check_folder(folder: Path, option: str) -> None:
-    """Raise InputError, which names the `option` it was given by, where a folder is none, or cannot be made or written
-    to. Nothing stays behind of the trial."""
-    if folder.is_file():
-        raise InputError(f"{option} '{folder}' is a file; give a folder")
-    made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except FileExistsError:
-        raise InputError(f"{option} '{folder}' is no folder; give one") from None
-    except OSError as error:
-        raise InputError(f"cannot write to {option} '{folder}': {error.strerror}; give another folder") from None
-    finally:
-        for path in made:
-            with contextlib.suppress(OSError):  # it was not made, or another process has put something there
-                path.rmdir()
 
 
 def sync_folder(folder: Path) -> None:

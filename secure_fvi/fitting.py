@@ -59,15 +59,7 @@ from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import AggregationError, DataError, InputError, SecureFVIError, SecureFVIWarning
 from secure_fvi.families.gaussian import FULL_UP_TO
-from secure_fvi.federated_model import (
-    Data,
-    FederatedModel,
-    Records,
-    check_repeats,
-    check_schemas_agree,
-    read_data,
-    rounded,
-)
+from secure_fvi.federated_model import Data, FederatedModel, Records, Schema, check_repeats, read_data, rounded
 from secure_fvi.options import Says, checked
 from secure_fvi.privacy.gate import NoiseSource
 from secure_fvi.privacy.settings import DP
@@ -470,3 +462,35 @@ def named_silos(silo_ids: Sequence[str] | None, count: int) -> tuple[list[str], 
     if len(names) != count:
         raise InputError(f"{len(names)} silo ids for {count} silos")
     return names, check_silo_ids(names)
+
+
+def check_schemas_agree(schemas: Mapping[str, Schema]) -> Schema:
+    """The one schema of all silos; raises InputError naming the first silo and field that differ."""
+    (first_id, first), *others = schemas.items()
+    for silo, schema in others:
+        if {f[0] for f in schema.fields} != {f[0] for f in first.fields}:
+            raise InputError(
+                f"silos '{first_id}' and '{silo}' hold different tensors: "
+                f"{sorted(f[0] for f in first.fields)} and {sorted(f[0] for f in schema.fields)}"
+            )
+        for mine, theirs in zip(first.fields, schema.fields, strict=True):
+            if mine != theirs:
+                raise InputError(
+                    f"'{mine[0]}' has shape {mine[1]} a record and type {mine[2]} at silo '{first_id}', "
+                    f"but {theirs[1]} and {theirs[2]} at silo '{silo}'; give it as one at all silos"
+                )
+        for name in first.constants.keys() | schema.constants.keys():
+            if not _same(first.constants.get(name), schema.constants.get(name)):
+                listed = isinstance(schema.constants.get(name), list)
+                hint = "; a list is one: use torch.tensor for a row a record" if listed else ""
+                raise InputError(f"shared value '{name}' differs between silos '{first_id}' and '{silo}'{hint}")
+    return first
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (RuntimeError, TypeError, ValueError):  # containers of arrays, which do not say whether they are equal
+        return False

@@ -23,7 +23,8 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
 from secure_fvi import results
-from secure_fvi.algorithms.base import NoiseAware, Posterior, Problem, Refined
+from secure_fvi.algorithms.base import Posterior, Problem, Refined
+from secure_fvi.algorithms.noise_aware import NoiseAware
 from secure_fvi.algorithms.vertical import likelihoods
 from secure_fvi.density import Layout, LogDensity, Params, Site, Start
 from secure_fvi.discovery import as_model, read_layout

@@ -24,7 +24,8 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.distributions import transform_to
 
-from secure_fvi.algorithms.base import FEW_FAR, Clipped, Posterior, Problem, Verdict
+from secure_fvi.algorithms.base import Posterior, Problem, Verdict
+from secure_fvi.algorithms.noise_aware import FEW_FAR, Clipped
 from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params, param_constraint, param_start, running

@@ -28,8 +28,8 @@ from secure_fvi.deployment.names import Table, parse_table
 from secure_fvi.dictionary import read_dictionary
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import override, read
 from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.reading import override, read
 from secure_fvi.wire import Limit
 
 ROOT = Path(__file__).parents[1]

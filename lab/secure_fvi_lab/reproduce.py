@@ -25,7 +25,8 @@ def reproduce(name: str, out: Path, data: Path | None, quick: bool) -> None:
 
     Stopped and called again with the same --out, it goes on where it was.
     """
-    from secure_fvi.files import check_folder, write_atomically
+    from secure_fvi.files import write_atomically
+    from secure_fvi.runs.directory import check_folder
     from secure_fvi.runs.wording import nearest
 
     if name not in REPRODUCTIONS:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from secure_fvi.aggregation.base import BlockTable, FloatArray
+from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.compiled import Mode
 from secure_fvi.density import Layout, LogDensity, Params, Start
 from secure_fvi.disclosure import Declaration
@@ -25,6 +25,10 @@ from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import Terms
 from secure_fvi.randomness import KeyedDraws
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms.noise_aware import NoiseAware
+    from secure_fvi.server import ServerProgram
 
 
 class Problem(NamedTuple):
@@ -290,88 +294,6 @@ class Refined(NamedTuple):
     integration_error: float  # of the total log-likelihood over draws, from latents that were integrated out, nats
 
 
-#: Standard errors that the number of records has to be over, for shares of it to be told.
-_TOLD = 3.0
-#: Of a norm that cuts few: the share that is longer, and that is longer than twice it.
-FEW_CUT, FEW_FAR = 0.05, 0.01
-
-
-class Clipped(NamedTuple):
-    """Lengths of records' gradients, from noised counts, in the mean over rounds. Everyone may see it."""
-
-    edges: tuple[float, ...]  # lengths between which records are counted; in the gradients' units
-    shares: tuple[float, ...]  # of records in each place, one more than edges
-    share: float  # of records whose gradient was cut
-    error: float  # its standard error, of the noise
-    records: float  # in all, with noise
-
-    @classmethod
-    def of(cls, edges: tuple[float, ...], counts: Tensor, variance: float) -> Clipped | None:
-        """From noised counts (len(edges) + 1,) of records between the edges, the middle one of which is the norm to
-        which gradients are cut; variance: of each count's noise. None: that hides the number of records."""
-        records, places, cut = float(counts.sum()), len(counts), len(edges) // 2 + 1
-        if not records >= _TOLD * math.sqrt(places * variance):
-            return None
-        shares, share = (counts / records).clamp(0, 1), float((counts[-cut:].sum() / records).clamp(0, 1))
-        error = share_error(share, cut, places) * math.sqrt(variance) / records
-        return cls(edges, tuple(shares.tolist()), share, error, records)
-
-    def beyond(self, at: int) -> tuple[float, float]:
-        """The share of records longer than that edge, and its standard error. Half of all places are of cut ones."""
-        share, places = min(1.0, sum(self.shares[at + 1 :])), len(self.shares)
-        return share, self.error * share_error(share, places - at - 1, places) / share_error(
-            self.share, places // 2, places
-        )
-
-    @property
-    def unit(self) -> int:
-        """The edge at which gradients are cut."""
-        return len(self.edges) // 2
-
-    @property
-    def enough(self) -> int | None:
-        """The first edge past the norm beyond which few are, as far as counts tell; None: there is none."""
-        last = len(self.edges) - 1
-        for at in range(self.unit + 1, last + 1):
-            far, error = self.beyond(min(at + 1, last))
-            if self.beyond(at)[0] <= FEW_CUT and far <= FEW_FAR + 2 * error:
-                return at
-        return None
-
-    def advice(self, norm: float) -> str:
-        """Which clipping norm would cut few, of a run with this one, in words, as far as counts tell."""
-        times, at = norm / self.edges[self.unit], self.enough
-        if at is None:
-            return f"take a longer clipping_norm: some are longer than {times * self.edges[-1]:.3g}"
-        error = 2 * self.beyond(at)[1]
-        return (
-            f"take a clipping_norm of {times * self.edges[at]:.3g}, than which {FEW_CUT:.0%} at most "
-            f"(+- {error:.0%}) are longer near where this run ended"
-        )
-
-
-def share_error(share: float, some: int, places: int) -> float:
-    """The error of the share that is in `some` of all places, each with noise, in that of one place over all."""
-    return math.sqrt(some * (1 - share) ** 2 + (places - some) * share**2)
-
-
-class NoiseAware(NamedTuple):
-    """The posterior of Z_G that counts the noise of privacy (`noise_aware`), a normal. Everyone may see it."""
-
-    mean: Tensor  # (n_global,), float64, in unconstrained space
-    covariance: Tensor  # (n_global, n_global)
-    without: Tensor  # (n_global, n_global) of the same data, had there been no noise
-    error: float  # standard error of the likelihood's curvature, over the curvature
-    rounds: int  # that it was learned from
-    cut: float = math.nan  # share of records (or silos) whose gradients are cut, at most; NaN: nothing public tells
-    hidden: Tensor | None = None  # (n_global,) whether more than 40% of the prior's variance is left
-    assumed: float | None = None  # the job's `least_information`, on which it rests
-    dropped: float | None = None  # the same where totals rule it out, so that nothing rests on it
-    #: Whether what cutting the gradients that `Clipped` tells of may move is counted: not of a likelihood that is a
-    #: parabola, where cuts move nothing if residuals are as the model has them, and where they are skewed do.
-    pulled: bool = False
-
-
 class Posterior(NamedTuple):
     """Where a fit ended. Everyone may see it."""
 
@@ -430,84 +352,6 @@ class Algorithm(Protocol):
     def silo(self, problem: Problem) -> SiloProgram: ...
 
 
-class ServerProgram(Protocol):
-    """The server's half of an algorithm on one problem. Its state is a NamedTuple of tensors and plain values."""
-
-    @property
-    def tables(self) -> Mapping[str, BlockTable]:
-        """The blocks of a contribution by phase, the same at every party."""
-        ...
-
-    @property
-    def terms(self) -> Mapping[str, Terms]:
-        """What each phase releases under differential privacy, the same at every party; empty without."""
-        ...
-
-    @property
-    def order(self) -> Order:
-        """The questions that silos answer."""
-        ...
-
-    @property
-    def most_rounds(self) -> int:
-        """Rounds after which a run ends whatever happens; what visits silos in turn knows them only here."""
-        ...
-
-    def init(self) -> Any:
-        """The state before the first round."""
-        ...
-
-    def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        """The next round's message; `accepted` is passed on. Randomness in it is public."""
-        ...
-
-    def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
-        """The next state, from the total (table.size,) times `scale`, for silos that were absent.
-
-        Where a round has several phases the state says which comes next, and only the last one's step may be finished.
-        """
-        ...
-
-    def rounds(self, state: Any) -> int:
-        """Rounds done."""
-        ...
-
-    def posterior(self, state: Any) -> Posterior:
-        """What the state stands for now."""
-        ...
-
-    def replicated(self, state: Any) -> Tensor | None:
-        """(1 + replicates, numbers) over all silos, of their tables and of replicates; None where none were asked for,
-        or are not known."""
-        ...
-
-    def blank(self) -> Posterior:
-        """Of the form that this job's posterior has; silos hold what the server names at the end against it."""
-        ...
-
-    @property
-    def uncounted(self) -> str | None:
-        """Under differential privacy, why no posterior of this job will count its noise, as options and model tell
-        before anything is charged; "" without privacy, None where one may."""
-        ...
-
-    def noise_aware(self, state: Any) -> NoiseAware | str:
-        """Under differential privacy, the posterior that counts its noise; or in words why there is none."""
-        ...
-
-    def clipped(self, state: Any) -> Clipped | None:
-        """Under record privacy, how long gradients were, as records released it; None: they do not, or it is hidden."""
-        ...
-
-    def verdict(self, state: Any) -> Verdict:
-        """Whether a run that has ended converged. It may claim so only where the result is right within tolerance."""
-        ...
-
-    def metrics(self, state: Any) -> dict[str, float | None]:
-        """What the algorithm adds to the metrics of a result."""
-        ...
-
-
 class SiloProgram(Protocol):
     """The silos' half. Local state is a NamedTuple of tensors and plain values and never leaves the silo.
 
@@ -545,6 +389,10 @@ class SiloProgram(Protocol):
 
     def commit(self, local: Any, pending: Pending, accepted: int) -> Any:
         """The local state from now on; `accepted` is the index of the last sum used that has this silo's term, or 0."""
+        ...
+
+    def blank(self) -> Posterior:
+        """Of the form that this job's posterior has; silos hold what the server names at the end against it."""
         ...
 
     def local_fit(self, local: Any) -> Any:

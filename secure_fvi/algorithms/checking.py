@@ -19,30 +19,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from secure_fvi.algorithms import hiding
-from secure_fvi.algorithms.base import (
-    FINISH,
-    Broadcast,
-    Clipped,
-    LocalFit,
-    NoiseAware,
-    Pending,
-    Phase,
-    Posterior,
-    SiloView,
-    Step,
-    Verdict,
-)
+from secure_fvi.algorithms.base import FINISH, Broadcast, LocalFit, Pending, Phase, Posterior, SiloView, Step, Verdict
 from secure_fvi.algorithms.kit import Answer, Program, RecordAnswer, RowAnswer, Sum, Totals
 from secure_fvi.algorithms.weighing import q_part, sds_from
 from secure_fvi.disclosure import Sums
 from secure_fvi.errors import InputError, ProtocolError
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms.noise_aware import Clipped, NoiseAware
 
 #: The phase, its block, and the draws that its broadcast carries.
 CHECK, REPLICATED, DRAWS = "check", "replicated", "draws"

@@ -38,10 +38,8 @@ from secure_fvi.aggregation.base import UNABLE, Block, BlockTable, FloatArray
 from secure_fvi.algorithms.base import (
     CLIP,
     Broadcast,
-    Clipped,
     Form,
     LocalFit,
-    NoiseAware,
     Order,
     Pending,
     Phase,
@@ -58,6 +56,7 @@ from secure_fvi.disclosure import Sums
 from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
 from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Conditional
+from secure_fvi.later import Later
 from secure_fvi.privacy.gate import MOST_ROWS, Gate, NoisedSum, Release
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
@@ -65,7 +64,11 @@ from secure_fvi.states import Moved
 from secure_fvi.trees import Params
 
 if TYPE_CHECKING:
+    from secure_fvi.algorithms import noise_aware
+    from secure_fvi.algorithms.noise_aware import Clipped, NoiseAware
     from secure_fvi.objective import Lengths
+else:
+    noise_aware = Later("secure_fvi.algorithms.noise_aware")
 
 #: Block of records by the lengths of their gradients, under record privacy.
 LENGTHS = "lengths"
@@ -158,8 +161,8 @@ class RowAnswer(NamedTuple):
 
 
 class Program(ABC):
-    """Options bound to a problem: `algorithms.base.ServerProgram` and `SiloProgram` in one. It holds no data, so that
-    all silos of a process share its traces; every party builds the same one."""
+    """Options bound to a problem: `server.ServerProgram` and `algorithms.base.SiloProgram` in one. It holds no data, so
+    that all silos of a process share its traces; every party builds the same one."""
 
     #: Why an algorithm takes no record privacy, as an error says it. Empty: it does.
     no_record_privacy: ClassVar[str] = ""
@@ -283,7 +286,7 @@ class Program(ABC):
         terms, rounds = next(iter(self.terms.values())), float(state.counted[-1])
         factor = len(self.problem.silos) / terms.cohort / terms.sampling_rate / self.lengths.unit
         once = terms.variance(terms.cohort, terms.settings.clipping_norm) * factor**2 / self.told_steps
-        return Clipped.of(self.lengths.edges, state.counted[:-1] / rounds, once / rounds)
+        return noise_aware.Clipped.of(self.lengths.edges, state.counted[:-1] / rounds, once / rounds)
 
     @property
     def uncounted(self) -> str | None:

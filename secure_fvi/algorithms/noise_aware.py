@@ -76,16 +76,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.base import Clipped, NoiseAware, Problem
+from secure_fvi.algorithms.base import Problem
 from secure_fvi.algorithms.kit import on_made
 from secure_fvi.algorithms.natural import Natural, quadratic
-from secure_fvi.exported import deciding_operations
+from secure_fvi.exported import used_operations
 
 #: Global dimensions at most: the curvature has as many squared.
 UP_TO = 128
@@ -162,6 +163,88 @@ _STEEP = 2.0
 _ROUNDS_EACH, _LEAST_VALUE, _TAKEN_OFF = 3, 1e-8, 4.0
 
 
+#: Standard errors that the number of records has to be over, for shares of it to be told.
+_TOLD = 3.0
+#: Of a norm that cuts few: the share that is longer, and that is longer than twice it.
+FEW_CUT, FEW_FAR = 0.05, 0.01
+
+
+class Clipped(NamedTuple):
+    """Lengths of records' gradients, from noised counts, in the mean over rounds. Everyone may see it."""
+
+    edges: tuple[float, ...]  # lengths between which records are counted; in the gradients' units
+    shares: tuple[float, ...]  # of records in each place, one more than edges
+    share: float  # of records whose gradient was cut
+    error: float  # its standard error, of the noise
+    records: float  # in all, with noise
+
+    @classmethod
+    def of(cls, edges: tuple[float, ...], counts: Tensor, variance: float) -> Clipped | None:
+        """From noised counts (len(edges) + 1,) of records between the edges, the middle one of which is the norm to
+        which gradients are cut; variance: of each count's noise. None: that hides the number of records."""
+        records, places, cut = float(counts.sum()), len(counts), len(edges) // 2 + 1
+        if not records >= _TOLD * math.sqrt(places * variance):
+            return None
+        shares, share = (counts / records).clamp(0, 1), float((counts[-cut:].sum() / records).clamp(0, 1))
+        error = share_error(share, cut, places) * math.sqrt(variance) / records
+        return cls(edges, tuple(shares.tolist()), share, error, records)
+
+    def beyond(self, at: int) -> tuple[float, float]:
+        """The share of records longer than that edge, and its standard error. Half of all places are of cut ones."""
+        share, places = min(1.0, sum(self.shares[at + 1 :])), len(self.shares)
+        return share, self.error * share_error(share, places - at - 1, places) / share_error(
+            self.share, places // 2, places
+        )
+
+    @property
+    def unit(self) -> int:
+        """The edge at which gradients are cut."""
+        return len(self.edges) // 2
+
+    @property
+    def enough(self) -> int | None:
+        """The first edge past the norm beyond which few are, as far as counts tell; None: there is none."""
+        last = len(self.edges) - 1
+        for at in range(self.unit + 1, last + 1):
+            far, error = self.beyond(min(at + 1, last))
+            if self.beyond(at)[0] <= FEW_CUT and far <= FEW_FAR + 2 * error:
+                return at
+        return None
+
+    def advice(self, norm: float) -> str:
+        """Which clipping norm would cut few, of a run with this one, in words, as far as counts tell."""
+        times, at = norm / self.edges[self.unit], self.enough
+        if at is None:
+            return f"take a longer clipping_norm: some are longer than {times * self.edges[-1]:.3g}"
+        error = 2 * self.beyond(at)[1]
+        return (
+            f"take a clipping_norm of {times * self.edges[at]:.3g}, than which {FEW_CUT:.0%} at most "
+            f"(+- {error:.0%}) are longer near where this run ended"
+        )
+
+
+def share_error(share: float, some: int, places: int) -> float:
+    """The error of the share that is in `some` of all places, each with noise, in that of one place over all."""
+    return math.sqrt(some * (1 - share) ** 2 + (places - some) * share**2)
+
+
+class NoiseAware(NamedTuple):
+    """The posterior of Z_G that counts the noise of privacy (`noise_aware`), a normal. Everyone may see it."""
+
+    mean: Tensor  # (n_global,), float64, in unconstrained space
+    covariance: Tensor  # (n_global, n_global)
+    without: Tensor  # (n_global, n_global) of the same data, had there been no noise
+    error: float  # standard error of the likelihood's curvature, over the curvature
+    rounds: int  # that it was learned from
+    cut: float = math.nan  # share of records (or silos) whose gradients are cut, at most; NaN: nothing public tells
+    hidden: Tensor | None = None  # (n_global,) whether more than 40% of the prior's variance is left
+    assumed: float | None = None  # the job's `least_information`, on which it rests
+    dropped: float | None = None  # the same where totals rule it out, so that nothing rests on it
+    #: Whether what cutting the gradients that `Clipped` tells of may move is counted: not of a likelihood that is a
+    #: parabola, where cuts move nothing if residuals are as the model has them, and where they are skewed do.
+    pulled: bool = False
+
+
 class Released(NamedTuple):
     """The curvature that rounds released, H itself and noise: a mean, weighed as in `Trace`. For everyone."""
 
@@ -220,6 +303,24 @@ def _with(curved: Released, h: Tensor, one: float) -> Released:
     weight = curved.weight + one
     off, share = h - curved.h, one / weight
     return Released(weight, curved.h + share * off, curved.squares + one * (1 - share) * float(off.square().sum()))
+
+
+#: By which a number decides what is computed of others.
+_DECIDING = frozenset(
+    """
+    abs amax amin argmax argmin argsort bitwise_and bitwise_not bitwise_or bitwise_xor bucketize ceil clamp clamp_max
+    clamp_min cummax cummin eq floor floor_divide fmax fmin fmod frac ge gt hardsigmoid hardswish hardtanh heaviside
+    isfinite isinf isnan kthvalue le leaky_relu logical_and logical_not logical_or logical_xor lt masked_fill
+    masked_scatter masked_select max maximum median min minimum ne nonzero relu remainder round searchsorted sgn sign
+    signbit softshrink sort threshold topk trunc where
+    """.split()  # noqa: SIM905
+)
+
+
+def deciding_operations(call: Callable[[], Any]) -> list[str]:
+    """The operations that `call` uses by which a number decides what is computed of others: of a log density, where one
+    function of the latents passes into another, as between records of two kinds."""
+    return sorted({name.removesuffix("_") for name in used_operations(call)[0]} & _DECIDING)
 
 
 def straight(problem: Problem) -> bool | None:

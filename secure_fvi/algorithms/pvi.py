@@ -59,7 +59,6 @@ from secure_fvi.algorithms.base import (
     ROUND_PHASE,
     Broadcast,
     LocalFit,
-    NoiseAware,
     Pending,
     Phase,
     Posterior,
@@ -792,7 +791,7 @@ class PVIProgram(Program):
         terms = self.terms[ROUND_PHASE]
         return terms.variance(len(self.problem.silos), terms.settings.clipping_norm)
 
-    def noise_aware(self, state: PVIState) -> NoiseAware | str:
+    def noise_aware(self, state: PVIState) -> noise_aware.NoiseAware | str:
         if (why := self.uncounted) is not None:
             return why
         if not state.firsts:

@@ -37,7 +37,6 @@ from secure_fvi.algorithms.base import (
     ROUND_PHASE,
     Broadcast,
     LocalFit,
-    NoiseAware,
     Phase,
     Posterior,
     Problem,
@@ -667,7 +666,7 @@ class SFVIProgram(StructuredProgram):
             return self._uncounted
         return NOT_TWICE if self._line is None else None
 
-    def noise_aware(self, state: SFVIState) -> NoiseAware | str:
+    def noise_aware(self, state: SFVIState) -> noise_aware.NoiseAware | str:
         if (why := self.uncounted) is not None:
             return why
         clipping_norm, line = self.terms[ROUND_PHASE].settings.clipping_norm, bool(self._line)

@@ -59,7 +59,7 @@ def audit(
     --list tells the attacks.
     """
     began, exported = time.monotonic(), ordered.pop("exported")
-    from secure_fvi.runs.config import read
+    from secure_fvi.runs.reading import read
 
     if not ordered["source"].is_dir():  # before PyTorch is loaded: what is wrong with the file is said at once
         read(ordered["source"], ordered["overrides"])
@@ -68,7 +68,7 @@ def audit(
     from secure_fvi.audits.matrix import Order, attacked, check, is_simulated, own_protections, protections
     from secure_fvi.audits.report import export, table, write
     from secure_fvi.errors import InputError
-    from secure_fvi.files import check_folder
+    from secure_fvi.runs.directory import check_folder
 
     if out is not None:
         check_folder(out, "--out")

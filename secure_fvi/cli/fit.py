@@ -47,7 +47,8 @@ def fit(
     the run ended without converging.
     """
     from secure_fvi.dictionary import read_dictionary
-    from secure_fvi.runs.config import override, parse
+    from secure_fvi.runs.config import parse
+    from secure_fvi.runs.reading import override
 
     if more:
         cure = "the formula is one argument, in quotes, and each table stands behind a --data of its own"

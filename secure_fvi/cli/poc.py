@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from secure_fvi.errors import InputError, SecureFVIError
-from secure_fvi.files import check_folder
 
 if TYPE_CHECKING:
     from secure_fvi.runs.config import Config
@@ -252,6 +251,8 @@ def _check_machine(folder: Path, port: int, model: dict[str, str]) -> None:
         raise ModuleNotFoundError(name=missing[0])  # the command line knows what brings it
     if "function" in model and shutil.which("bwrap") is None:
         raise InputError("a model of one's own runs in a sandbox: apt-get install bubblewrap")
+    from secure_fvi.runs.directory import check_folder
+
     check_folder(folder, "--folder")
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"'{folder}' is in use; give another --folder, or remove it")
@@ -311,7 +312,7 @@ def _dealt(folder: Path, names: Sequence[str]) -> dict[str, Path]:
 
 def _read(query: str | None, missing: str | None, overrides: Sequence[str]) -> dict[str, str]:
     """How each site's table is read, where that is said. Raises InputError."""
-    from secure_fvi.runs.config import override
+    from secure_fvi.runs.reading import override
 
     said: dict[str, Any] = {"model": {"options": {}}}
     for text in overrides:
@@ -329,8 +330,9 @@ def _job(
     """The job as the hub writes it. Raises InputError and DataError for tables that a formula does not fit, by site."""
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.runs import wording
-    from secure_fvi.runs.config import chosen, override, parse
+    from secure_fvi.runs.config import chosen, parse
     from secure_fvi.runs.federation import check_files_differ
+    from secure_fvi.runs.reading import override
 
     table: dict[str, Any] = {
         "model": dict(model),

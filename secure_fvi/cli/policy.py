@@ -39,7 +39,7 @@ class Asked(NamedTuple):
         return f"'{self.path}'"
 
     def job(self) -> Config:
-        from secure_fvi.runs.config import read
+        from secure_fvi.runs.reading import read
         from secure_fvi.runs.records import settled
 
         return settled(read(self.path, self.overrides))

@@ -31,7 +31,7 @@ def run(
     Writes result.json, posterior.safetensors, metrics.jsonl and report.html to the folder --out. Exits 4 where the run
     ended without converging; the files are written all the same.
     """
-    from secure_fvi.runs.config import read
+    from secure_fvi.runs.reading import read
 
     settings = read(config, overrides)  # before PyTorch is loaded: what is wrong with the file is said at once
 

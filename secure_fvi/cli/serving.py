@@ -63,7 +63,7 @@ def start(
     Exits 4 where the job ended without converging; the files are written all the same.
     """
     from secure_fvi.errors import InputError
-    from secure_fvi.runs.config import read
+    from secure_fvi.runs.reading import read
 
     job = read(config, overrides)  # before PyTorch is loaded: what is wrong with the file is said at once
 

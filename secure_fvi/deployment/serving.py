@@ -18,7 +18,7 @@ from secure_fvi.aggregation.graph import least_signatures
 from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.messages import M
 from secure_fvi.aggregation.parties import PlainServer, server_half
-from secure_fvi.algorithms.base import Problem, ServerProgram
+from secure_fvi.algorithms.base import Problem
 from secure_fvi.building import Guards, Machine, build_problem, strong_enough
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
@@ -42,9 +42,9 @@ from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, RecordError, SessionLost
 from secure_fvi.exported import Elsewhere
-from secure_fvi.federated_model import FederatedModel, Schema, check_schemas_agree
+from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.files import own_bytes, own_file, write_atomically
-from secure_fvi.fitting import result_of
+from secure_fvi.fitting import check_schemas_agree, result_of
 from secure_fvi.messages import SUM
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.gate import NoiseSource
@@ -56,7 +56,7 @@ from secure_fvi.runs.directory import EVIDENCE, SIGNATURE, RunDirectory, read_js
 from secure_fvi.runs.federation import FederationBase, written_out
 from secure_fvi.runs.marginals import standing
 from secure_fvi.runs.records import settled
-from secure_fvi.server import Server
+from secure_fvi.server import Server, ServerProgram
 from secure_fvi.wire import agreed
 
 if TYPE_CHECKING:

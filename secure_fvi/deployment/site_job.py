@@ -190,8 +190,7 @@ class SiteJob:
             Machine(config.run.device, dtype, config.run.compile, work),
         )
         with _of_the_job():
-            self.program = algorithm.silo(self.problem)
-            self._family = algorithm.server(self.problem)
+            self.program = self._family = algorithm.silo(self.problem)
         self._agree(aggregation, algorithm, own.records.size)
 
         def derived() -> bytes:

@@ -37,8 +37,8 @@ from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.files import write_atomically, write_bytes
 from secure_fvi.key_files import KEY_FILE_VARIABLE, PASSPHRASE_VARIABLE
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.reading import read
 
 _log = logging.getLogger(__name__)
 

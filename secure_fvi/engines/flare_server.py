@@ -34,8 +34,8 @@ from secure_fvi.engines.remote import Line, Remote, shown
 from secure_fvi.engines.stream_messages import Whole
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.files import read_bytes, write_atomically
-from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.reading import read
 from secure_fvi.runs.running import execute_federation
 
 _log = logging.getLogger(__name__)

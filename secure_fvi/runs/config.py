@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import functools
 import importlib
@@ -336,77 +335,12 @@ def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
     return found
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `path` with `overrides` ("a.b=c") applied; paths in it become absolute.
-
-    Raises InputError with the file, the dotted key, the value and what would be right.
-    """
-    try:
-        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
-    except FileNotFoundError:
-        raise InputError(f"no configuration file '{path}'") from None
-    except IsADirectoryError:
-        raise InputError(f"'{path}' is a folder; give a configuration file") from None
-    except OSError as error:
-        raise InputError(f"cannot read '{path}': {error.strerror}") from error
-    table = wording.read_toml(content, str(path))
-    for text in overrides:
-        override(table, text)
-    config = parse(table, str(path))
-    return _absolute(config, path.resolve().parent)
-
-
 def parse(table: Mapping[str, Any], source: str) -> Config:
     """The configuration that a parsed file stands for. Raises InputError, prefixed with `source`."""
     try:
         return Config.model_validate_json(json.dumps(table, default=str), strict=True)
     except ValidationError as error:
         raise InputError(f"{source}: {first_error(error, table, allowed=_keys(Config))}") from error
-
-
-def override(table: dict[str, Any], text: str) -> None:
-    """Set one dotted key of `table` from "a.b=c"; c is a TOML value, or a string where it is none."""
-    key, separator, value = text.partition("=")
-    steps = [step.strip() for step in key.split(".")]
-    if not separator or not all(steps):
-        raise InputError(f"--set '{text}': must look like table.key=value")
-    for depth, step in enumerate(steps[:-1]):
-        table = table.setdefault(step, {})
-        if not isinstance(table, dict):
-            raise InputError(f"--set '{text}': '{'.'.join(steps[: depth + 1])}' is no table")
-    table[steps[-1]] = _value(value.strip())
-
-
-def _value(text: str) -> Any:
-    try:
-        parsed = wording.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
-
-
-def _absolute(config: Config, folder: Path) -> Config:
-    """Files named in a configuration are relative to its own folder, so that it can be run from anywhere."""
-    silos = tuple(
-        s.model_copy(
-            update={
-                "data": str(folder / s.data),
-                "predictor": s.predictor and str(folder / s.predictor),
-                "dictionary": s.dictionary and str(folder / s.dictionary),
-                "tables": {name: str(folder / path) for name, path in s.tables.items()},
-            }
-        )
-        for s in config.silo
-    )
-    response = config.response
-    if response is not None and response.data is not None:
-        response = response.model_copy(update={"data": str(folder / response.data)})
-    model = config.model
-    if model.function is not None:
-        model = model.model_copy(update={"function": str(folder / model.function)})
-    if isinstance(model.dictionary, str):
-        model = model.model_copy(update={"dictionary": str(folder / model.dictionary)})
-    return config.model_copy(update={"silo": silos, "model": model, "response": response})
 
 
 # ---- A dataclass of options from a TOML table: names, types and allowed values are read off the dataclass ----

@@ -5,6 +5,7 @@ config.toml is written first and atomically, so a folder either holds a run that
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import hmac
@@ -12,13 +13,14 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from secure_fvi import __version__
 from secure_fvi.errors import InputError
-from secure_fvi.files import check_folder, write_atomically
+from secure_fvi.files import write_atomically
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, parse
 
@@ -206,3 +208,22 @@ def _flat(table: Any, key: str = "") -> dict[str, Any]:
         inner = [_flat(value, f"{key}.{name}" if key else name) for name, value in table.items()]
         return {k: v for part in inner for k, v in part.items() if not k.startswith(_FREE) and v is not None}
     return {key: list(table) if isinstance(table, tuple) else table}
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Raise InputError, which names the `option` it was given by, where a folder is none, or cannot be made or written
+    to. Nothing stays behind of the trial."""
+    if folder.is_file():
+        raise InputError(f"{option} '{folder}' is a file; give a folder")
+    made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except FileExistsError:
+        raise InputError(f"{option} '{folder}' is no folder; give one") from None
+    except OSError as error:
+        raise InputError(f"cannot write to {option} '{folder}': {error.strerror}; give another folder") from None
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # it was not made, or another process has put something there
+                path.rmdir()

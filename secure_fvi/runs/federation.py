@@ -24,8 +24,8 @@ from secure_fvi.compiled import choose_threads
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere
-from secure_fvi.federated_model import FederatedModel, check_repeats, check_schemas_agree, read_data
-from secure_fvi.fitting import fit
+from secure_fvi.federated_model import FederatedModel, check_repeats, read_data
+from secure_fvi.fitting import check_schemas_agree, fit
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.models.base import VERTICAL
 from secure_fvi.models.vertical_programs import VerticalDataset, vertical_program

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import Config, override, parse, read
+from secure_fvi.runs.config import Config, parse
 from secure_fvi.runs.federation import Federation, federate
+from secure_fvi.runs.reading import override, read
 from secure_fvi.runs.records import read_table
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))

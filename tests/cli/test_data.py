@@ -17,8 +17,9 @@ from secure_fvi.dictionary import Column, Dictionary, read_dictionary
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import parse, read
+from secure_fvi.runs.config import parse
 from secure_fvi.runs.federation import Federation, federate
+from secure_fvi.runs.reading import read
 from secure_fvi.tables import read_coded
 
 ROWS = [f"P{i},{i + 100},{20.5 + i % 37},{i % 4},{['never', 'former', 'current'][i % 3]},{i % 2},{i % 3 == 0},"

@@ -30,9 +30,9 @@ from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger import Ledger
 from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.runs import report
-from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import federate
+from secure_fvi.runs.reading import read
 from secure_fvi.runs.records import schema_beforehand, silo_part
 from secure_fvi_lab import references
 from secure_fvi_lab.references import Draws

@@ -20,8 +20,9 @@ from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.driving import Progress
 from secure_fvi.errors import InputError
 from secure_fvi.progress import RunProgress
-from secure_fvi.runs.config import parse, read
+from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.reading import read
 from secure_fvi.runs.report import INTERVAL, MetricsLog, read_metrics
 from secure_fvi.runs.running import execute
 from secure_fvi.runs.watching import snapshot

@@ -12,8 +12,8 @@ import torch
 from command_line import CommandLine
 
 from secure_fvi.errors import InputError
-from secure_fvi.runs.config import read
 from secure_fvi.runs.federation import VerticalFederation, federate
+from secure_fvi.runs.reading import read
 
 N = 40
 

@@ -18,8 +18,9 @@ from secure_fvi.deployment.site import Site, run_site
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import Config, read
+from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.reading import read
 from secure_fvi.runs.running import execute, execute_federation
 
 _turn = threading.Lock()

@@ -32,7 +32,8 @@ from secure_fvi.building import Guards, Machine, build_problem
 from secure_fvi.deployment import holder_job, serving, site_job
 from secure_fvi.disclosure import disclose
 from secure_fvi.errors import InputError, PolicyError
-from secure_fvi.federated_model import check_schemas_agree, read_data
+from secure_fvi.federated_model import read_data
+from secure_fvi.fitting import check_schemas_agree
 from secure_fvi.privacy.gate import NoiseSource
 from secure_fvi.runs.config import AGGREGATIONS, ALGORITHMS, PRIVACIES, Config, chosen, named, parse
 from secure_fvi.silo import silo_view

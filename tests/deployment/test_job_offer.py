@@ -20,7 +20,8 @@ from secure_fvi.deployment.certificates import as_text, make_certificate
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, write_roster
 from secure_fvi.deployment.job import JobOffer, make_offer, portable, read_offer, sign_offer
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.runs.config import Config, parse, read
+from secure_fvi.runs.config import Config, parse
+from secure_fvi.runs.reading import read
 
 FILES = {
     "seed": 5,

@@ -28,7 +28,7 @@ from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.models.six_cities import load
-from secure_fvi.runs.config import read
+from secure_fvi.runs.reading import read
 from secure_fvi_lab.references import _with_tables
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,8 @@ from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.dictionary import dictionary_of
 from secure_fvi.errors import PolicyError
 from secure_fvi.runs import records, wording
-from secure_fvi.runs.config import Privacy, read
+from secure_fvi.runs.config import Privacy
+from secure_fvi.runs.reading import read
 from secure_fvi.runs.records import formula_model, formula_part
 
 _FLOORS = ("min_cohort", "sandbox", "package", "privacy")

@@ -25,8 +25,8 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms import noise_aware
-from secure_fvi.algorithms.base import Clipped
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
+from secure_fvi.algorithms.noise_aware import Clipped
 from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.sfvi import SFVIProgram
 from secure_fvi.deployment.fenced import export

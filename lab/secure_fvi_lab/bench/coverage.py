@@ -35,8 +35,8 @@ from torch.func import vmap
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms import noise_aware
-from secure_fvi.algorithms.base import Clipped, NoiseAware
 from secure_fvi.algorithms.natural import Natural
+from secure_fvi.algorithms.noise_aware import Clipped, NoiseAware
 from secure_fvi.algorithms.sfvi import SFVI, SFVIProgram
 from secure_fvi.algorithms.structured import global_units
 from secure_fvi.compiled import Traced

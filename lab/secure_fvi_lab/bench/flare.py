@@ -263,7 +263,7 @@ def campaign(root: Path, kills: int, seed: int, tell: Callable[[str], None] = pr
     """SFVI on six cities between FLARE's programs, until `kills` of each kind of process were killed; each job has to
     end by itself with the posterior of one process."""
     from secure_fvi.runs import wording
-    from secure_fvi.runs.config import read
+    from secure_fvi.runs.reading import read
     from secure_fvi_lab.bench.world import allow, consortium, posterior
     from secure_fvi_lab.machine import machine
 

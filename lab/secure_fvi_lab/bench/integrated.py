@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.func import hessian, vmap
 
 from secure_fvi.aggregation import Plain
-from secure_fvi.algorithms.base import Clipped, NoiseAware
 from secure_fvi.algorithms.natural import Natural
+from secure_fvi.algorithms.noise_aware import Clipped, NoiseAware
 from secure_fvi.algorithms.sfvi import SFVI, Sent, SFVIProgram
 from secure_fvi.algorithms.structured import Batch, Latents
 from secure_fvi.federated_model import FederatedModel

@@ -38,8 +38,9 @@ from secure_fvi.fitting import build_parties, result_of
 from secure_fvi.messages import ROUND
 from secure_fvi.results import Result
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import Config, read
+from secure_fvi.runs.config import Config
 from secure_fvi.runs.federation import Federation, VerticalFederation, federate
+from secure_fvi.runs.reading import read
 from secure_fvi.silo import Silo
 
 HUB, HOLDER = "hub", "escrow"
