@@ -95,8 +95,13 @@ def derive_key(secret: bytes, label: bytes, *fields: bytes) -> bytes:
 
 
 def digest(label: bytes, *fields: bytes) -> bytes:
+    """`hashed` for what masked sums sign and name."""
+    return hashed(label, *fields, of=b"secure-fvi/masked-sum/1/")
+
+
+def hashed(label: bytes, *fields: bytes, of: bytes = b"") -> bytes:
     """SHA-256 over `label` and `fields`, each with its length: 32 bytes, injective in its arguments."""
-    state = hashlib.sha256(b"secure-fvi/masked-sum/1/" + len(label).to_bytes(2, "big") + label)
+    state = hashlib.sha256(of + len(label).to_bytes(2, "big") + label)
     for f in fields:
         state.update(len(f).to_bytes(8, "big"))
         state.update(f)

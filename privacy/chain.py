@@ -13,7 +13,6 @@ and what left another: labels keep them apart under one key.
 from __future__ import annotations
 
 import datetime
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from secure_fvi import wire
+from secure_fvi.aggregation.prg import hashed
 from secure_fvi.errors import InputError, ProtocolError
 
 #: What the first row follows.
@@ -61,7 +61,7 @@ class Row(NamedTuple):
     def content(self, chain: ChainKind, party: str) -> bytes:
         """The digest of what the row says: 32 bytes."""
         said = msgpack.packb([party, self.seq, self.time, self.kind, self.body])
-        return _sha256(chain.label("content"), said)
+        return hashed(chain.label("content"), said)
 
     def fields(self) -> dict[str, Any]:
         """What the row says. Raises ProtocolError when its body is no MessagePack table."""
@@ -76,7 +76,7 @@ class Row(NamedTuple):
 
 def link(chain: ChainKind, previous: bytes, content: bytes) -> bytes:
     """The hash of the row whose content has this digest and which follows the row of hash `previous`."""
-    return _sha256(chain.label("link"), previous, content)
+    return hashed(chain.label("link"), previous, content)
 
 
 def make_row(
@@ -190,11 +190,3 @@ def check_keys(body: object, *names: str) -> None:
 def timestamp(microseconds: int) -> str:
     """The time of a row, for people: UTC, to the second."""
     return datetime.datetime.fromtimestamp(microseconds / 1e6, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _sha256(label: bytes, *fields: bytes) -> bytes:
-    state = hashlib.sha256(len(label).to_bytes(2, "big") + label)
-    for f in fields:
-        state.update(len(f).to_bytes(8, "big"))
-        state.update(f)
-    return state.digest()

@@ -256,9 +256,7 @@ class Gate:
             parts.append(torch.full((1, 1), side if below else -side, dtype=torch.float64))
             sizes, norms = [*sizes, 1], [*norms, side]
         noised, dropped = noisy_clipped_sum([parts], sizes, norms, self._noiser(0))
-        self.dropped += dropped
-        self._pay(self._phase, index)
-        return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
+        return self._out(index, noised.numpy(), dropped)
 
     def release_records(
         self, chunks: Iterable[tuple[Tensor, Tensor]], data_free: Tensor | None, public: Sequence[float]
@@ -325,9 +323,7 @@ class Gate:
         noised, dropped = noisy_clipped_sum(
             [[rows]], [terms.extent.shared], [terms.norms(self._clip)[0] / 2], self._noiser(0)
         )
-        self.dropped += dropped
-        self._pay(self._phase, index)
-        return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
+        return self._out(index, noised.numpy(), dropped)
 
     def release_fit(self, fit: Callable[[NoisedSum], FloatArray]) -> Release:
         """What a fit by noised steps arrives at (shared,), without noise of its own: it follows from sums that have all
@@ -353,8 +349,7 @@ class Gate:
         values = fit(noised_sum)
         done = True
         self._check_length(values, terms.extent.shared)
-        self._pay(self._phase, index)
-        return Release(index, np.clip(values, -self.table.bounds, self.table.bounds))
+        return self._out(index, values, 0)
 
     def _step(self, chunks: Iterable[Tensor], terms: Terms, number: int) -> Tensor:
         """The noised sum of one step of a fit, (hidden,)."""
@@ -403,9 +398,7 @@ class Gate:
             raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of a row a record")
         clipped, dropped = _clipped(rows.double(), terms.norms(self._clip)[0] / 2)
         noised = self._noiser(0)(clipped.reshape(-1).cpu())
-        self.dropped += dropped
-        self._pay(self._phase, index)
-        return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
+        return self._out(index, noised.numpy(), dropped)
 
     def hidden_sum(self, phase: str, rows: Tensor) -> Tensor:
         """A sum over records for the holder's own next step: noised in full and charged to `phase`, never sent.
@@ -422,6 +415,12 @@ class Gate:
         self.dropped += dropped
         self._pay(phase, index)
         return torch.from_numpy(noised)
+
+    def _out(self, index: int, values: FloatArray, dropped: int) -> Release:
+        """Noised values leave: charged first."""
+        self.dropped += dropped
+        self._pay(self._phase, index)
+        return Release(index, np.clip(values, -self.table.bounds, self.table.bounds))
 
     def _noiser(
         self, hidden: int, free: FloatArray | float = 0.0, purpose: tuple[str, ...] = ()
