@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import gc
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
@@ -154,3 +158,33 @@ def make_clinics(seed: int = 4) -> Conjugate:
     covariances = [0.36 * torch.ones(n, n) + 0.5 * torch.eye(n) for n in SIZES]
     mean, sd = _gaussian([torch.ones(n, 1) for n in SIZES], covariances, [s["y"] for s in silos], 10.0)
     return Conjugate(sf.FederatedModel(clinics, "person", ("u",)), silos, {"mu": mean[0]}, {"mu": sd[0]})
+
+
+def reachable_tensors(root: object) -> list[Tensor]:
+    """Every tensor and array that can be reached from an object, modules and types left out."""
+    seen: set[int] = set()
+    stack: list[Any] = [root]
+    found = []
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, type) or type(value).__name__ == "module":
+            continue
+        seen.add(id(value))
+        if type(value) in (Tensor, torch.nn.Parameter):  # not a tracer's stand-in, which has no values
+            found.append(value)
+        elif isinstance(value, np.ndarray) and value.dtype == np.float64:
+            found.append(torch.from_numpy(value.copy()))
+        if callable(value) and hasattr(value, "__globals__"):
+            stack.extend(c.cell_contents for c in value.__closure__ or () if c is not None)
+            continue
+        stack.extend(gc.get_referents(value))
+    return found
+
+
+def altered(content: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """What was traced of a program, with other words of it."""
+    length = int.from_bytes(content[:8], "big")
+    table = json.loads(content[8 : 8 + length])
+    change(table)
+    text = json.dumps(table).encode()
+    return len(text).to_bytes(8, "big") + text + content[8 + length :]

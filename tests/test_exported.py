@@ -19,6 +19,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from programs import altered
 from torch import Tensor
 
 import secure_fvi as sf
@@ -353,14 +354,6 @@ def test_whole_numbers_that_a_graph_would_take_for_others_are_refused(
 @pytest.fixture(scope="module")
 def content() -> bytes:
     return export(FederatedModel(plain), LINE, torch.float64)
-
-
-def altered(content: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
-    length = int.from_bytes(content[:8], "big")
-    table = json.loads(content[8 : 8 + length])
-    change(table)
-    text = json.dumps(table).encode()
-    return len(text).to_bytes(8, "big") + text + content[8 + length :]
 
 
 @pytest.mark.parametrize(

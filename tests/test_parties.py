@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from typing import Any
 
@@ -10,7 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from programs import make_clinics, make_intercepts
+from programs import make_clinics, make_intercepts, reachable_tensors
 from torch import Tensor
 
 import secure_fvi as sf
@@ -25,30 +24,9 @@ from secure_fvi.randomness import KeyedDraws
 from secure_fvi.silo import silo_view
 
 
-def _reachable_tensors(root: object) -> list[Tensor]:
-    """Every tensor and array that can be reached from an object, modules and types left out."""
-    seen: set[int] = set()
-    stack: list[Any] = [root]
-    found = []
-    while stack:
-        value = stack.pop()
-        if id(value) in seen or isinstance(value, type) or type(value).__name__ == "module":
-            continue
-        seen.add(id(value))
-        if type(value) in (Tensor, torch.nn.Parameter):  # not a tracer's stand-in, which has no values
-            found.append(value)
-        elif isinstance(value, np.ndarray) and value.dtype == np.float64:
-            found.append(torch.from_numpy(value.copy()))
-        if callable(value) and hasattr(value, "__globals__"):
-            stack.extend(c.cell_contents for c in value.__closure__ or () if c is not None)
-            continue
-        stack.extend(gc.get_referents(value))
-    return found
-
-
 def _holds(root: object, secrets: dict[str, Tensor]) -> set[str]:
     """Which of the secret tensors' values occur in anything reachable from `root`; zero is nobody's secret."""
-    values = torch.cat([t.detach().double().flatten() for t in _reachable_tensors(root) if t.is_floating_point()])
+    values = torch.cat([t.detach().double().flatten() for t in reachable_tensors(root) if t.is_floating_point()])
     return {name for name, secret in secrets.items() if torch.isin(secret[secret != 0], values).any()}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import socket
 import subprocess
@@ -25,6 +24,7 @@ import torch
 from click.testing import CliRunner
 from consortium_run import SILOS, Job
 from deployment_world import NOW, World
+from programs import altered
 
 from secure_fvi import exported
 from secure_fvi.cli import cli
@@ -405,11 +405,7 @@ def traced(*nodes: list[Any]) -> bytes:
             pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
     content = export(FederatedModel(mean), SCHEMA, torch.float64)
-    length = int.from_bytes(content[:8], "big")
-    table = json.loads(content[8 : 8 + length])
-    table["evaluate"]["nodes"] += nodes
-    text = json.dumps(table).encode()
-    return len(text).to_bytes(8, "big") + text + content[8 + length :]
+    return altered(content, lambda table: table["evaluate"]["nodes"].extend(nodes))
 
 
 @needs_fence

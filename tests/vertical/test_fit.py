@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from programs import reachable_tensors
 from torch import Tensor
 
 import secure_fvi as sf
@@ -79,22 +78,7 @@ def test_upload_does_not_depend_on_the_number_of_silos(batch: int | None) -> Non
 
 def _reachable(root: object) -> Tensor:
     """Every number in tensors and arrays that can be reached."""
-    seen: set[int] = set()
-    stack, found = [root], [torch.zeros(1)]
-    while stack:
-        value = stack.pop()
-        if id(value) in seen or isinstance(value, type) or type(value).__name__ == "module":
-            continue
-        seen.add(id(value))
-        if type(value) is Tensor and value.is_floating_point():
-            found.append(value.detach().double().flatten())
-        elif isinstance(value, np.ndarray) and value.dtype == np.float64:
-            found.append(torch.from_numpy(value.copy()).flatten())
-        if callable(value) and hasattr(value, "__globals__"):
-            stack.extend(c.cell_contents for c in value.__closure__ or () if c is not None)
-            continue
-        stack.extend(gc.get_referents(value))
-    return torch.cat(found)
+    return torch.cat([t.detach().double().flatten() for t in reachable_tensors(root) if t.is_floating_point()])
 
 
 def _parties(config: Vertical, response: Tensor | None = None, silos: int = 3) -> Parties[LocalEngine]:
