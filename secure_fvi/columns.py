@@ -72,7 +72,7 @@ from secure_fvi.results import (
 )
 from secure_fvi.server import Server, linked
 from secure_fvi.silo import Silo
-from secure_fvi.trees import Params, to_numpy
+from secure_fvi.trees import Params, plain, to_numpy
 
 #: The party that holds a private response, in the ledger.
 RESPONSE_HOLDER = "response-holder"
@@ -249,7 +249,7 @@ class VerticalResult(RunSummary):
             # The silo's name may be any text, so it goes into the file, not into its name.
             content = json.dumps({"silo": name, "posterior": sites}, indent=2).encode()
             write_atomically(own / f"{number:04d}.json", content)
-            write_atomically(own / f"{number:04d}.safetensors", save(_plain(local.q), {"silo": name}))
+            write_atomically(own / f"{number:04d}.safetensors", save(plain(local.q), {"silo": name}))
         write_result(directory, self)
 
     def to_json(self) -> dict[str, Any]:
@@ -341,10 +341,6 @@ def _claim(server: Any, labels: bool) -> dict[str, Any] | None:
             held, whose = found["linked"]["records"] + 1, f"{found['linked']['whose']} and its response"
             found["linked"] = linked(found["epsilon"], found["delta"], held, whose)
     return found
-
-
-def _plain(tensors: Mapping[str, Tensor]) -> Params:
-    return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
 
 
 # ---- One secure sum outside a fit: the silos' predictors of new people ----

@@ -17,6 +17,7 @@ from secure_fvi.density import Params
 from secure_fvi.errors import InputError
 from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.silo import Silo
+from secure_fvi.trees import stacked
 
 #: Numbers of all draws together that fit well into memory.
 NUMBERS_AT_ONCE = 20_000_000
@@ -59,7 +60,7 @@ def draw_global(
         z = posterior.draws(min(most, n - start), rng)
         found = over_draws(lambda z: problem.density.constrain(z, posterior.theta)[0], z)
         parts.append({name: v for name, v in found.items() if sites is None or name in sites})
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return stacked(parts)
 
 
 def to_arviz(draws: Mapping[str, Tensor], about: Mapping[str, str], log_likelihood: Tensor | None = None) -> Any:
@@ -189,7 +190,7 @@ class LocalPosterior:
             eps = made(torch.randn, count, samples, rows, layout.size("record"))
             eps_silo = made(torch.randn, count, 1, layout.size("silo"))
             parts.append(over_draws(joint, some, eps, eps_silo, uniform, made(torch.rand, count, values, rows)))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return stacked(parts)
 
 
 class _Joint(NamedTuple):

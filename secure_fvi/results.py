@@ -46,6 +46,7 @@ from secure_fvi.summary import (
     quantiles,
     summarised,
 )
+from secure_fvi.trees import merge, plain
 
 _R = TypeVar("_R")
 #: Share of cut gradients, at most, over which a private result warns
@@ -469,8 +470,7 @@ ELSEWHERE: Mapping[str, Any] = _Elsewhere()
 def write_result(directory: Path, result: Any) -> None:
     """posterior.safetensors, then result.json, of a result that has q(Z_G); each atomically."""
     directory = made_folder(directory)
-    tensors = {f"eta/{k}": v for k, v in result.variational.eta.items()}
-    tensors |= {f"theta/{k}": v for k, v in result.variational.theta.items()}
+    tensors = merge(eta=result.variational.eta, theta=result.variational.theta)
     for site, moments in result.posterior.items():
         tensors |= {f"mean/{site}": moments.mean, f"sd/{site}": moments.sd}
     refined = getattr(result.variational, "refined", None)
@@ -479,9 +479,8 @@ def write_result(directory: Path, result: Any) -> None:
     counted = getattr(result.variational, "counted", None)
     if counted is not None:
         tensors |= {f"counted/{name}": getattr(counted, name) for name in COUNTED}
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     family = {"family": result.variational.family.name}
-    write_atomically(directory / "posterior.safetensors", save(tensors, family))
+    write_atomically(directory / "posterior.safetensors", save(plain(tensors), family))
     write_atomically(directory / "result.json", json.dumps(result.to_json(), indent=2).encode())
 
 

@@ -69,6 +69,11 @@ def unflatten(flat: Tensor, like: Params) -> Params:
     return {name: value.reshape(like[name].shape) for name, value in zip(names, parts, strict=True)}
 
 
+def plain(tensors: Params) -> Params:
+    """As files take them: on the CPU, each in memory of its own."""
+    return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+
+
 def to_numpy(tensor: Tensor) -> npt.NDArray[np.float64]:
     """Float64 on the CPU."""
     return tensor.detach().cpu().numpy().astype(np.float64)

@@ -57,6 +57,7 @@ from secure_fvi.runs.federation import FederationBase, written_out
 from secure_fvi.runs.marginals import standing
 from secure_fvi.runs.records import settled
 from secure_fvi.server import Server, ServerProgram
+from secure_fvi.trees import merge, plain
 from secure_fvi.wire import agreed
 
 if TYPE_CHECKING:
@@ -380,10 +381,8 @@ class Hub:
 
     def _end(self, server: Server, result: Result) -> None:
         """Tell the silos, so that each keeps its own posterior; under `drop`, one that is away does not learn of it."""
-        tensors = {f"eta/{k}": v for k, v in result.variational.eta.items()}
-        tensors |= {f"theta/{k}": v for k, v in result.variational.theta.items()}
         self._countersign()
-        posterior = save({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
+        posterior = save(plain(merge(eta=result.variational.eta, theta=result.variational.theta)))
         accepted, outcome = server.state.accepted, f"{FINISHED}, {standing(result.to_json())}"
         messages = {
             s: talk.END + talk.CODEC.pack(talk.End(outcome, accepted.get(s, 0), posterior)) for s in self.offer.silos

@@ -78,6 +78,7 @@ from secure_fvi.privacy.settings import RecordDP, exact_totals
 from secure_fvi.runs.config import RECORD_ID, Config, chosen, title
 from secure_fvi.runs.records import file_of, formula_part, formula_rows_alone, schema_beforehand, silo_part
 from secure_fvi.silo import UNANSWERABLE, Limits, Silo, silo_view
+from secure_fvi.trees import part, plain
 
 if TYPE_CHECKING:
     from secure_fvi.mixed_model import MixedModel
@@ -312,7 +313,7 @@ class SiteJob:
         if self.party is None:
             raise SessionLost("no session is open here")
         tensors = wire.tensors(posterior, "the posterior that the server sent")
-        eta, theta = (_under(prefix, tensors) for prefix in ("eta/", "theta/"))
+        eta, theta = (part(dict(tensors), name) for name in ("eta", "theta"))
         expected = self._family.blank()
         family = expected.family
         known = (wire.same_form(eta, expected.eta), wire.same_form(theta, expected.theta))
@@ -324,7 +325,7 @@ class SiteJob:
         make_private(folder)
         path = folder / f"{self.decision.offer.job}.safetensors"
         about = {"cohort": self.cohort.digest.hex(), "policy": self.decision.policy.hash.hex()}
-        content = save({k: v.detach().cpu().contiguous().clone() for k, v in kept.items()}, about)
+        content = save(plain(kept), about)
         write_atomically(path, content, private=True)
         return path
 
@@ -385,9 +386,9 @@ class SiteJob:
                 if exact_totals(self._privacy):
                     left = found.read, found.read - len(found.columns[formula.columns[0]])
                     if by_record:
-                        used, own_file = formula_rows_alone(config, home.id, formula).columns, file_of(config, home.id)
-                        listed = [(m.formula, m.family, m.options) for m in own_file.fitting]
-                        beside = repr((own_file.complete, listed))
+                        used, (file, _) = formula_rows_alone(config, home.id, formula).columns, file_of(config, home.id)
+                        listed = [(m.formula, m.family, m.options) for m in file.fitting]
+                        beside = repr((file.complete, listed))
             else:
                 more = (left_out, as_read) if by_record else ()
                 rows, ids, own = silo_part(config, home.id, local.data_dir, *more)
@@ -781,10 +782,6 @@ def _of_the_job() -> Iterator[None]:
         raise
     except InputError as error:
         raise JobError(str(error)) from error
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 # ----

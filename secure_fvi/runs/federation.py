@@ -41,7 +41,6 @@ from secure_fvi.runs.records import (
     _check_ids,
     _dataset,
     _partitioned,
-    _rows,
     formula_rows,
     model_of,
     read_silo,
@@ -205,11 +204,11 @@ def _from_files(config: Config) -> Parts:
             raise InputError(f"'{RECORD_ID}' must stand in all silos' files or in none")
         for silo, table in zip(config.silo, tables, strict=True):
             check_repeats(table, silo.id)
-        starts = _starts([_rows(table) for table in tables])
+        starts = _starts([len(next(iter(table.values()))) for table in tables])
         given = [torch.arange(a, b) for a, b in starts]
     record_ids = tuple(ids for ids in given if ids is not None)
     for j, ids in enumerate(record_ids):
-        _check_ids(j, ids)
+        _check_ids(f"silo[{j}].data", ids)
     return tuple(silo.id for silo in config.silo), tuple(tables), record_ids
 
 

@@ -214,13 +214,13 @@ def silo_part(
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
         at = ids.index(silo)
         return silos[at], record_ids[at], True
-    at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    table = read_silo(config.silo[at], f"silo[{at}].data", _by_record(config), spoilt)
+    file, key = file_of(config, silo)
+    table = read_silo(file, key, _by_record(config), spoilt)
     if as_read is not None:
         as_read.update(table)
     given = table.pop(RECORD_ID, None)
-    own = torch.arange(_rows(table)) if given is None else given
-    _check_ids(at, own)
+    own = torch.arange(len(next(iter(table.values())))) if given is None else given
+    _check_ids(key, own)
     if spoilt is not None:
         kept = _whole(table, own, spoilt, _fitted_as(config))
         table, own = {name: value[kept] for name, value in table.items()}, own[kept]
@@ -340,10 +340,10 @@ def formula_part(
     """One silo's records as a formula's program takes them, and its rows as they were read: coded by the silo's own
     dictionary, or the job's where it has none. spoilt: records that cannot be read, or do not fit the formula, are left
     out, and it is told of them; of the rows as they were read, the former alone. Raises DataError, InputError."""
-    at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    read = used = _formula_read(config.silo[at], f"silo[{at}].data", model, spoilt)
+    file, key = file_of(config, silo)
+    read = used = _formula_read(file, key, model, spoilt)
     if spoilt is not None:
-        used = model.those_that_fit(read, silo, spoilt, _fitted_as(config), _besides(config.silo[at].fitting, model))
+        used = model.those_that_fit(read, silo, spoilt, _fitted_as(config), _besides(file.fitting, model))
     laid: dict[str, Any] = model.prepared({silo: _own(used, model)}, limited=spoilt is None)[silo]
     return laid, _own(read, model)
 
@@ -377,13 +377,13 @@ def formula_rows(silo: SiloFile, key: str, model: MixedModel, spoilt: list[str] 
 
 def formula_rows_alone(config: Config, silo: str, model: MixedModel) -> Coded:
     """The same under record privacy, also those with a gap in a column that is another formula's."""
-    at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    return formula_rows(file_of(config, silo).model_copy(update={"complete": ()}), f"silo[{at}].data", model, [])
+    file, key = file_of(config, silo)
+    return formula_rows(file.model_copy(update={"complete": ()}), key, model, [])
 
 
-def file_of(config: Config, silo: str) -> SiloFile:
-    """A silo's own table of `config`."""
-    return next(s for s in config.silo if s.id == silo)
+def file_of(config: Config, silo: str) -> tuple[SiloFile, str]:
+    """A silo's own table, and the key of `config` that names it."""
+    return next((s, f"silo[{at}].data") for at, s in enumerate(config.silo) if s.id == silo)
 
 
 def _own(found: Coded, model: MixedModel) -> Coded:
@@ -418,8 +418,7 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
     where the site's own files are not in order: what no two tables that differ in a record differ in."""
     if config.partition is not None:
         raise InputError("[partition]: the records of a program say what they are")
-    at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    own, key = config.silo[at], f"silo[{at}].data"
+    own, key = file_of(config, silo)
     path = Path(own.data)
     with named_file(path, key):
         for file in _files(path, own).values():
@@ -525,10 +524,6 @@ def _by_client(dataset: Dataset, ids: tuple[str, ...]) -> Parts:
     return ids, silos, tuple(dataset.record_ids[r] for r in rows)
 
 
-def _check_ids(at: int, ids: Tensor) -> None:
+def _check_ids(key: str, ids: Tensor) -> None:
     if ids.dtype != torch.int64 or ids.ndim != 1:
-        raise InputError(f"silo[{at}].data: '{RECORD_ID}' must be whole numbers, one a record")
-
-
-def _rows(table: Mapping[str, Tensor]) -> int:
-    return len(next(iter(table.values()))) if table else 0
+        raise InputError(f"{key}: '{RECORD_ID}' must be whole numbers, one a record")
