@@ -25,11 +25,14 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise InputError(f"'{path}' is a folder; give a configuration file") from None
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}") from error
-    table = wording.read_toml(content, str(path))
+    table, folder = wording.read_toml(content, str(path)), path.resolve().parent
+    privacy = table.get("privacy")
+    if isinstance(privacy, dict) and isinstance(ledger := privacy.get("ledger"), str) and ledger:
+        privacy["ledger"] = str(folder / ledger)  # one that is typed lies where it is typed
     for text in overrides:
         override(table, text)
     config = parse(table, str(path))
-    return _absolute(config, path.resolve().parent)
+    return _absolute(config, folder)
 
 
 def override(table: dict[str, Any], text: str) -> None:
@@ -74,4 +77,7 @@ def _absolute(config: Config, folder: Path) -> Config:
         model = model.model_copy(update={"function": str(folder / model.function)})
     if isinstance(model.dictionary, str):
         model = model.model_copy(update={"dictionary": str(folder / model.dictionary)})
-    return config.model_copy(update={"silo": silos, "model": model, "response": response})
+    privacy = config.privacy
+    if privacy is not None and privacy.ledger is not None:
+        privacy = privacy.model_copy(update={"ledger": str(Path(privacy.ledger).absolute())})
+    return config.model_copy(update={"silo": silos, "model": model, "response": response, "privacy": privacy})

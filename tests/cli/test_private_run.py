@@ -74,6 +74,24 @@ def test_a_private_run_says_what_it_guarantees_and_keeps_its_ledger(cli: Command
     assert "epsilon" in page.lower()
 
 
+def test_a_configuration_is_charged_to_one_ledger_wherever_it_is_typed(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its ledger lies where its tables are looked for; before, another folder to type in was another budget. The
+    control is one that is typed, which lies where it is typed."""
+    private(cli, 'ledger = "site.sqlite"\n')
+    cli.change("iterations = 40", "iterations = 4")
+    assert cli.run(out="first").code == 0
+    assert (cli.folder / "site.sqlite").exists()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert cli.run(out="second").code == 3
+    assert not list(elsewhere.iterdir())
+    assert cli.run("--set", "privacy.ledger=typed.sqlite", out="third").code == 0
+    assert (elsewhere / "typed.sqlite").exists()
+
+
 def test_the_exact_posterior_is_set_beside_a_private_run_where_asked_alone(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
