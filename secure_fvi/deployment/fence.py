@@ -295,7 +295,8 @@ _FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
     "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "open_by_handle_at": (304, 265), "open_tree": (428, 428), "move_mount": (429, 429),
     "fsopen": (430, 430), "fsmount": (432, 432), "memfd_secret": (447, 447),
-    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
+    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180), "semget": (64, 190),
+    "landlock_create_ruleset": (444, 444),
 }  # fmt: skip
 #: Of those what a program needs that starts others and speaks over a network; and the sockets that it may open: IPv4,
 #: IPv6, and what asks the kernel for addresses (of its family protocol 0, others tell of the machine's devices and

@@ -6,6 +6,7 @@ The tests that need a sandbox are left out where bubblewrap is missing or may no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import socket
@@ -312,7 +313,10 @@ assert m != 2**64 - 1
     "/": "fill('/')",
     "a file without a name": "os.truncate(os.memfd_create('m'), 64 << 20)",
     "a segment": "assert LIBC.shmget(0, 64 << 20, 0o1600) >= 0",
+    "semaphores": "for _ in range(32):\n    assert LIBC.semget(0, 32000, 0o600) >= 0",
 }
+if ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) > 0:  # of rules there is no end, where Linux has them
+    HOARDS["rules"] = "assert LIBC.syscall(444, (ctypes.c_uint64 * 1)(1), ctypes.c_size_t(8), 0) >= 0"
 HOARD = """
 import contextlib, ctypes, mmap
 KEPT, LIBC = [], ctypes.CDLL(None)
