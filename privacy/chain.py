@@ -159,6 +159,8 @@ class ChainReader(ABC):
             raise ProtocolError("its content is not what was hashed: it was altered or moved")
         if (type(row.time), type(row.kind), type(row.body)) != (int, str, bytes):  # SQLite keeps any type in any column
             raise ProtocolError("its content is not well-formed")
+        if not is_time(row.time):
+            raise ProtocolError("its time is no date")
         if row.time < self.time:
             raise ProtocolError("its time is before that of the row before")
         if (row.kind == GENESIS) != (row.seq == 1):
@@ -187,6 +189,13 @@ def check_keys(body: object, *names: str) -> None:
         raise InputError(f"a row's content must have the fields {', '.join(names)}")
 
 
+def is_time(microseconds: object) -> bool:
+    """Whether a row may be of this time: from 1970 to the last year that dates have."""
+    return type(microseconds) is int and 0 <= microseconds < 253_402_300_800_000_000  # of the year 10000
+
+
 def timestamp(microseconds: int) -> str:
     """The time of a row, for people: UTC, to the second."""
+    if not is_time(microseconds):  # of a row that nobody has checked
+        return f"{'no date':23}"
     return datetime.datetime.fromtimestamp(microseconds / 1e6, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -13,7 +13,17 @@ from typing import Any, Generic, TypeVar
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import committed
 from secure_fvi.errors import InputError, ProtocolError, RecordError
-from secure_fvi.privacy.chain import GENESIS, NOTHING, RECEIPT, ChainKind, ChainReader, Row, make_row, timestamp
+from secure_fvi.privacy.chain import (
+    GENESIS,
+    NOTHING,
+    RECEIPT,
+    ChainKind,
+    ChainReader,
+    Row,
+    is_time,
+    make_row,
+    timestamp,
+)
 from secure_fvi.privacy.witness import Countersignature, check_receipt, make_statement
 
 _FORMAT = 1
@@ -315,6 +325,10 @@ class Writer(Generic[C]):
     def now(self) -> int:
         """Microseconds since 1970, never before the newest row. Raises RecordError for a clock that was set back."""
         now, last = int(self._clock() * 1e6), self._rows[-1].time if self._rows else self.chain.time
+        if not is_time(now):  # a row of that time is read by nobody
+            raise RecordError(
+                f"the clock reads {now // 10**6} seconds since 1970, which is no date; set the clock right"
+            )
         if now < last - TOLERANCE_SECONDS * 1e6:
             raise RecordError(
                 f"the clock runs backwards: it reads {timestamp(now)}, the newest row of the {self._whose} "

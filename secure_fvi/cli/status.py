@@ -202,11 +202,11 @@ def show(log: Path, as_json: bool, last: int | None) -> None:
     for row in found[-last:] if last else found:
         fields = {name: plain(value) for name, value in row.fields().items()}
         if as_json:
-            about = {"party": party, "row": row.seq, "time": timestamp(row.time), "kind": row.kind}
-            click.echo(json.dumps({**about, **fields, "hash": row.hash.hex()}))
+            about = {"party": party, "row": row.seq, "time": timestamp(row.time), "kind": plain(row.kind)}
+            click.echo(json.dumps({**about, **fields, "hash": plain(row.hash)}))
         else:
             said = "  ".join(f"{k} {_short(v)}" for k, v in fields.items() if v not in ("", None))
-            click.echo(printable(f"{row.seq:6} {timestamp(row.time)}  {row.kind:8} {said}", 20_000))
+            click.echo(printable(f"{row.seq!s:>6} {timestamp(row.time)}  {row.kind!s:8} {said}", 20_000))
 
 
 def _short(value: object) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,21 @@ def test_another_members_file_moves_no_cursor(tmp_path: Path, chain: Any, verify
     assert "a?[2J?[1;1Hverified?fake line" in said
     assert "\x1b" not in said
     assert "\x1b" in name
+
+
+@pytest.mark.parametrize("damage", ["time = 9223372036854775807", "time = 'noon'", "kind = x'00'", "hash = 'none'"])
+def test_a_damaged_row_is_shown_as_it_is(tmp_path: Path, damage: str) -> None:
+    """`show` checks nothing: it ended with a fault of its own at such a row. `verify` names it."""
+    path, own = tmp_path / "f.sqlite", Identity()
+    Writer.open(path, TrailChain("a"), lambda begun: own, "", create=True, clock=time.time).file.close()
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute(f"UPDATE rows SET {damage}")
+    for more in ([], ["--json"]):
+        shown = CliRunner().invoke(cli, ["audit-log", "show", str(path), *more])
+        assert (shown.exit_code, len(shown.output.splitlines())) == (0, 1)
+    assert "row 1: its content is not what was hashed" in str(
+        CliRunner().invoke(cli, ["audit-log", "verify", str(path)]).exception
+    )
 
 
 def test_what_others_sent_begins_no_line_of_a_stack_trace_either(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,11 @@ from ledger_world import BUDGET, Clock, gaussian_job, job_of, new_ledger, tamper
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError, RecordError, SecureFVIError, SecureFVIWarning
 from secure_fvi.key_files import key_path
+from secure_fvi.privacy import chain, chain_file
 from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term, read_ledger
 from secure_fvi.privacy.ledger_account import account, entries, verify
+from secure_fvi.privacy.report import read_report
 
 
 def test_a_job_is_charged_whole_and_nothing_comes_back(tmp_path: Path) -> None:
@@ -332,6 +334,31 @@ def test_only_the_owner_reads_the_files(tmp_path: Path) -> None:
     assert modes.pop("ledger.sqlite.keys") == 0o700
     assert {"ledger.sqlite", "ledger.sqlite-wal", "a.pem"} <= modes.keys()
     assert set(modes.values()) == {0o600}
+
+
+@pytest.mark.parametrize("year", [1969, 10_000])
+def test_a_clock_that_reads_no_date_writes_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, year: int) -> None:
+    """The control writes one: its ledger was verified, and no report of it could be made."""
+    clock, path = Clock(), tmp_path / "ledger.sqlite"
+    ledger = new_ledger(tmp_path, clock=clock)
+    job, length = ledger.open_job(gaussian_job()), ledger.chain.length
+    right, clock.now = clock.now, {1969: -1.0, 10_000: 253_402_300_800.0}[year]
+    with pytest.raises(RecordError, match="which is no date; set the clock right"):
+        job.charge("gradient", 0)
+    clock.now = right
+    job.charge("gradient", 0)
+    assert verify(path)[0].length == length + 1
+    if year == 10_000:
+        with monkeypatch.context() as without:
+            for module in (chain, chain_file):
+                without.setattr(module, "is_time", lambda time: True)
+            clock.now = 253_402_300_800.0
+            job.close("finished")
+            assert verify(path)[0].length == length + 2
+            with pytest.raises(ValueError, match="year 10000 is out of range"):
+                read_report(path)
+        with pytest.raises(ProtocolError, match=f"row {length + 2}: its time is no date"):
+            verify(path)
 
 
 def test_a_clock_that_runs_backwards_is_refused_and_a_small_step_is_waited_out(tmp_path: Path) -> None:
