@@ -113,13 +113,15 @@ def check(config: Asked | None, home: Path, installed: str | None) -> None:
 
 
 def _judge(home: Path, found: SitePolicy, config: Asked, installed: str | None) -> Decision:
-    """Judge CONFIG as an offer of it would be, but for its signature. Raises PolicyError with every reason against,
-    and InputError where it is not this site's job."""
-    from secure_fvi.deployment.deciding import Decision
+    """Judge CONFIG as an offer of it would be, but for its signature and what it costs. Raises PolicyError with every
+    reason against, and InputError where it is not this site's job."""
+    from secure_fvi.deployment.deciding import Decision, check_records
     from secure_fvi.deployment.job import make_offer, silo_ids
     from secure_fvi.deployment.model_hash import manifest
     from secure_fvi.deployment.names import now
     from secure_fvi.deployment.policy_check import check as judge
+    from secure_fvi.deployment.status import follow_log
+    from secure_fvi.deployment.trail import TrailChain
     from secure_fvi.errors import InputError
 
     site, job = open_home(home), config.job().model_copy(update={"engine": None})
@@ -134,6 +136,10 @@ def _judge(home: Path, found: SitePolicy, config: Asked, installed: str | None) 
         raise InputError(
             f"there is no file '{gone}' that can be read, which the policy names, so the job would be refused"
         )
+    if site.role == "silo":
+        log = TrailChain(site.id)
+        follow_log(site, log)
+        check_records(site, offer, log, found, rule)
     return Decision(offer, roster, found, rule)
 
 

@@ -15,7 +15,7 @@ from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
-from secure_fvi.deployment.trail import MATCHED, JobEntry, Trail
+from secure_fvi.deployment.trail import MATCHED, JobEntry, Trail, TrailChain
 from secure_fvi.errors import (
     InputError,
     PolicyError,
@@ -181,9 +181,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
     try:
         data = check(offer, policy, home.role, roster, home.id)
         if home.role == "silo":
-            _check_answered(offer, trail, policy)
-            _check_matched(offer, trail, data)
-            _check_ledger(home, offer, trail)
+            check_records(home, offer, trail.chain, policy, data)
     except Exception as error:
         trail.job(job_entry(offer, logged, accepted=False, reason=_reason(error)))
         raise
@@ -213,10 +211,18 @@ def _reason(error: Exception) -> str:
     return printable(told(error)) if isinstance(error, SecureFVIError) else f"{type(error).__name__}, unforeseen"
 
 
-def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:
+def check_records(home: Home, offer: JobOffer, log: TrailChain, policy: SitePolicy, data: DataRule | None) -> None:
+    """Raises PolicyError or ProtocolError for what this site's log and ledger have against a job that its policy lets
+    in. Needs no key."""
+    _check_answered(offer, log, policy)
+    _check_matched(offer, log, data)
+    _check_ledger(home, offer, log)
+
+
+def _check_answered(offer: JobOffer, log: TrailChain, policy: SitePolicy) -> None:
     """Raises PolicyError where too many jobs met records that could not answer them: whether they can is a bit of them,
     and a server that offers job after job would search for where it turns."""
-    jobs = trail.chain.on(offer.data_set).items()
+    jobs = log.on(offer.data_set).items()
     met = [name for name, record in jobs if name != offer.job and UNANSWERABLE in record.omissions]
     if len(met) >= policy.max_unanswered:
         raise PolicyError(
@@ -226,11 +232,11 @@ def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:
         )
 
 
-def _check_matched(offer: JobOffer, trail: Trail, data: DataRule | None) -> None:
+def _check_matched(offer: JobOffer, log: TrailChain, data: DataRule | None) -> None:
     """Raises PolicyError where a data set was matched for as many jobs as it may be: each tests identifiers."""
     if offer.config.alignment is None or offer.config.alignment.how != "matching" or data is None:
         return
-    jobs = {name for name, record in trail.chain.on(offer.data_set).items() if MATCHED in record.omissions}
+    jobs = {name for name, record in log.on(offer.data_set).items() if MATCHED in record.omissions}
     if offer.job not in jobs and len(jobs) >= data.matchings:
         raise PolicyError(
             f"job '{offer.job}' is outside this site's policy: data set '{offer.data_set}' was matched for "
@@ -238,7 +244,7 @@ def _check_matched(offer: JobOffer, trail: Trail, data: DataRule | None) -> None
         )
 
 
-def _check_ledger(home: Home, offer: JobOffer, trail: Trail) -> None:
+def _check_ledger(home: Home, offer: JobOffer, log: TrailChain) -> None:
     """Raises PolicyError for a job without differential privacy on a data set with a budget in the ledger: that of its
     first private job, where the policy states none. Raises ProtocolError where the ledger lacks a private job that the
     log has answers of, with which it may lack that budget, or the log one that the ledger was charged for: one of them
@@ -246,13 +252,13 @@ def _check_ledger(home: Home, offer: JobOffer, trail: Trail) -> None:
     nothing, so that the ledger need not know it: it is charged when it goes on."""
     chain = read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
     known = {} if chain is None else chain.jobs
-    same = chain is not None and chain.public_key == trail.chain.public_key  # a log may begin anew, under a later key
-    if same and (missing := [name for name in known if name not in trail.chain.jobs]):
+    same = chain is not None and chain.public_key == log.public_key  # a log may begin anew, under a later key
+    if same and (missing := [name for name in known if name not in log.jobs]):
         raise ProtocolError(
             f"the log of '{home.id}' is older than its ledger: it lacks job '{missing[0]}', which was charged; a copy "
             "was restored, put the newest one back"
         )
-    answered = [n for n, r in trail.chain.jobs.items() if r.broadcasts and r.fields["epsilon"] is not None]
+    answered = [n for n, r in log.jobs.items() if r.broadcasts and r.fields["epsilon"] is not None]
     if lacking := [name for name in answered if name not in known]:
         raise ProtocolError(
             f"the ledger of '{home.id}' is older than its log: it lacks job '{lacking[0]}', which was answered under "

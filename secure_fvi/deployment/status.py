@@ -75,7 +75,7 @@ def read_status(home: Home, now: datetime.datetime) -> Status:
 
     chain = TrailChain(home.id)
     roster = tried(lambda: home.roster_by_public_keys(now).serial, None)
-    tried(lambda: _follow(home, chain), None)
+    tried(lambda: follow_log(home, chain), None)
     if home.policy_file.exists():  # a server has none
         tried(lambda: read_policy(home.policy_file), None)
     budgets = tried(lambda: _budgets(home), ())
@@ -90,7 +90,8 @@ def read_status(home: Home, now: datetime.datetime) -> Status:
     return Status(home.id, home.role, roster, jobs, last, budgets, soon, tuple(problems), going)
 
 
-def _follow(home: Home, chain: TrailChain) -> None:
+def follow_log(home: Home, chain: TrailChain) -> None:
+    """Take in this party's log, where it has one. Needs no key."""
     if not home.log_file.exists():
         return
     file = ChainFile(home.log_file, TRAIL, read_only=True)

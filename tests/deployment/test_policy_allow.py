@@ -6,7 +6,7 @@ import copy
 import functools
 import importlib
 import json
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,23 @@ from test_formula_sites import DICTIONARY, FORMULA, Study
 
 from secure_fvi import cli as cli_module
 from secure_fvi.cli import cli
+from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.deciding import Decision, stated_policy
+from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import TEMPLATE
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import read_policy, rule_of
 from secure_fvi.deployment.policy_check import check
+from secure_fvi.deployment.trail import JobEntry
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.dictionary import dictionary_of
 from secure_fvi.errors import PolicyError
+from secure_fvi.privacy.ledger_terms import Budget
 from secure_fvi.runs import records, wording
 from secure_fvi.runs.config import Privacy
 from secure_fvi.runs.reading import read
 from secure_fvi.runs.records import formula_model, formula_part
+from secure_fvi.silo import UNANSWERABLE
 
 _FLOORS = ("min_cohort", "sandbox", "package", "privacy")
 
@@ -58,6 +63,34 @@ class Door:
 @pytest.fixture
 def door(world: World, tmp_path: Path) -> Door:
     return Door(world, tmp_path)
+
+
+@pytest.mark.parametrize("known", ["ledger", "log", ""])
+def test_what_log_and_ledger_have_against_a_job_is_said_beforehand(door: Door, known: str) -> None:
+    """The command said that the site would take part, and the site refused. In the control neither has anything."""
+    assert door.allow("--without-dp", "--yes").exit_code == 0
+    home, policy = Home(door.home), read_policy(door.policy)
+    data = next(iter(policy.data))
+    if known == "ledger":
+        with closing(open_ledger(home)) as ledger:
+            ledger.set_budget(Budget(data, 1.0, 1e-6))
+    elif known == "log":
+        with closing(open_trail(home)) as trail:
+            for i in range(policy.max_unanswered):
+                entry = JobEntry(f"before-{i}", *[bytes(32)] * 4, accepted=True, data_set=data)
+                trail.job(entry)
+                trail.omission(entry.job, UNANSWERABLE, "its records")
+    held = door.held()
+    words = [str(door.study.job.path), "--home", str(door.home)]
+    for command in (["policy", "check", *words], ["policy", "allow", *words, "--without-dp", "--yes"]):
+        said = CliRunner().invoke(cli, command)
+        if known:
+            assert isinstance(said.exception, PolicyError)
+            words_of = {"ledger": "exact totals do not keep to", "log": "could not answer"}
+            assert words_of[known] in str(said.exception)
+            assert door.held()["policy.toml"] == held["policy.toml"]
+        else:
+            assert "this site would take part" in said.output
 
 
 @pytest.mark.later
