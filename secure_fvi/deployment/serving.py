@@ -23,6 +23,7 @@ from secure_fvi.building import Guards, Machine, build_problem, strong_enough
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment import session_messages as talk
+from secure_fvi.deployment.certificates import pem_of
 from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail, seen_heads
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
 from secure_fvi.deployment.evidence import Evidence, sign_report, write_evidence
@@ -257,6 +258,11 @@ class Hub:
         self.engine.watch = self._write_down
         self._at = ("joining", 0, 0)  # phase, round, and how many there are at most
         self._teller = Teller(home.path, self._stand)
+        for member in self._roster.members.values():  # whom TLS turns away without a word
+            try:
+                self._roster.whose(pem_of(member.x509), now())
+            except ProtocolError as error:
+                _log.warning("%s, by the clock of this machine: compare it with the others'", error)
         _log.info("listening at port %d", self.engine.port)
         write_atomically(self._kept / "port", str(self.engine.port).encode())
 

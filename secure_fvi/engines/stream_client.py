@@ -49,6 +49,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _PROBE_SECONDS = 10.0
 
 
+#: OpenSSL's codes of a certificate that is not valid yet, or has expired.
+_OUT_OF_TIME = (9, 10)
+
+
 class Doubtful(ConnectionError):
     """A handshake failed in a way that tells of a wrong server, or of somebody on the way to the right one, or of a
     server that was just being stopped. Says what it would tell: nobody has signed it, so it ends nothing."""
@@ -245,7 +249,9 @@ def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
             seen = secured.getpeercert(binary_form=True)
             _await_word(secured)
     except ssl.SSLCertVerificationError as error:
-        raise Doubtful(f"is not the one in the roster: {error.verify_message}") from None
+        by_clock = error.verify_code in _OUT_OF_TIME
+        what = "shows a certificate that is not for today" if by_clock else "is not the one in the roster"
+        raise Doubtful(f"{what}: {error.verify_message}{'; compare the clocks' if by_clock else ''}") from None
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION"):
             raise Doubtful(f"speaks no TLS 1.3 ({error.reason})") from None

@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,19 @@ from fuzzing import opened_job
 import secure_fvi as sf
 from secure_fvi.aggregation import store
 from secure_fvi.aggregation.base import carry
-from secure_fvi.deployment import site
+from secure_fvi.deployment import serving, site
+from secure_fvi.deployment.serving import remote_federation
 from secure_fvi.deployment.trail import NOTE, Trail
 from secure_fvi.deployment.trail_verify import compare, rows, verify
+from secure_fvi.engines.remote import Line, Patience
+from secure_fvi.engines.stream_client import Doubtful, peer_certificate
+from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, RecordError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND
 from secure_fvi.privacy import chain_file
 from secure_fvi.privacy.gate import Gate
+from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.silo import UNANSWERABLE
 from secure_fvi_lab.bench.world import HUB, Parties, posterior
 
@@ -105,6 +110,43 @@ def test_a_site_whose_clock_is_wrong_says_so(
     for hours in (-23, 0, 23):  # as far apart as sites may be
         monkeypatch.setattr(site, "now", lambda hours=hours: NOW + hours * DAY / 24)
         assert site.server_of(north).id == "hub"
+
+
+@pytest.mark.parametrize("hours", [-3, 800 * 24, 0])
+def test_a_server_whose_clock_keeps_others_out_says_so(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hours: int
+) -> None:
+    """TLS turned away whose certificate was not for its day, without a line in its log. The control: a right one."""
+    world.distribute(world.write(world.roster, days=1000))
+    job = Job(world, tmp_path)
+    folder = RunDirectory(tmp_path / "out")
+    federation = remote_federation(job.config, world.homes["hub"], folder, "127.0.0.1:0")
+    folder.begin(job.config, "digest", {})
+    monkeypatch.setattr(serving, "now", lambda: NOW + hours * DAY / 24)
+    serving.Hub(federation, None).close()
+    said = [r.getMessage() for r in caplog.records if "compare it with the others'" in r.getMessage()]
+    assert len(said) == (4 if hours else 0)
+    assert all(f"certificate of silo '{silo}'" in " ".join(said) for silo in _SILOS) or not hours
+
+
+def test_a_silo_whose_clock_takes_no_certificate_blames_no_server(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its log said that the server was not the one in the roster. The control is one that is not."""
+    made = World(tmp_path / "later")
+    made.certify(made.homes["hub"], NOW + DAY / 8)
+    made.distribute(made.write())
+    server, files = made.homes["hub"], made.homes["hub"].credentials([made.request(made.homes["north"])])
+    with closing(
+        StreamServer(Line(["north"], "job", server, Patience("wait", 1.0, 1)), "127.0.0.1:0", files, str, b"")
+    ) as at:
+        for home, says in (
+            (made.homes["north"], "not for today.*compare the clocks"),
+            (world.homes["north"], "is not the one"),
+        ):
+            tls = home.credentials([home.roster(NOW).member("hub")])
+            with pytest.raises(Doubtful, match=says):
+                peer_certificate("127.0.0.1", at.port, tls, made.homes["north"].roster(NOW).tls_name("hub"))
 
 
 def test_a_clock_that_is_set_back_is_named_and_nothing_is_lost(world: World) -> None:
