@@ -29,9 +29,11 @@ Cohort = Literal["all", "sampled", "asynchronous", "sequential"]
 #: What a policy has to allow by name, since it says more than exact or noised totals over one set of silos do.
 DISCLOSURES = {
     "per_silo_rows": "a total has a row a silo: the server reads each silo's own values in it",
-    "person_rows": "a total has a row a person, without noise: whoever knows a silo's predictor for most of the people "
-    "learns it for the others from the totals of some rounds (R^2 1.00 measured where the auxiliary variables are "
-    "integrated out, .1 to .9 in the other families: auxiliary kind 'amortised'; [privacy] alone bounds it), and where "
+    "person_rows": "a total has a row a person, without noise: where the auxiliary variables are integrated out the "
+    "totals of some rounds give the server and every silo, which need to know nobody, linear columns of yes and no "
+    "exactly for each person, whatever the number of silos, and other columns nearly; whoever knows a silo's predictor "
+    "for most of the people learns it for the others (R^2 1.00 measured, .1 to .9 in the other families: auxiliary "
+    "kind 'amortised'; [privacy] alone bounds all of this), and where "
     "two silos hold columns, not three, each learns the other's at once; whoever knows a person's columns learns "
     "whether it takes part; the broadcasts tell everybody's label, where labels are classes, unless the silos alone "
     "know them",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from scipy.integrate import trapezoid
+from scipy.linalg import qr
 from torch import Tensor
 
 import secure_fvi as sf
@@ -21,12 +23,14 @@ from secure_fvi.audits.vertical import (
     LABEL_ATTACKS,
     Game,
     World,
+    _each_round,
     column_rows,
     guess_labels,
     label_rows,
     matching_rows,
     member_row,
     play,
+    pulls,
     record,
 )
 from secure_fvi.errors import InputError
@@ -91,6 +95,56 @@ def test_totals_tell_columns_whoever_knows_the_response() -> None:
     """As of a private response; a sum after the rounds is no round of theirs."""
     rows = {r.attack: r for r in column_rows("masked", _world("silos"), _world("plain"))}
     assert rows["columns from totals"].finding == "leaks"
+
+
+def _zeros_and_ones(seen: npt.NDArray[Any], most: int) -> list[npt.NDArray[Any]]:
+    """The columns of zeros and ones in the span of what was `seen` of each person (N, R), of at most `most` dimensions:
+    as many people as there are dimensions, each a zero or a one, say what all others have."""
+    left, sizes, _ = np.linalg.svd(seen, full_matrices=False)
+    base = left[:, : min(most, int((sizes > 1e-6 * sizes[0]).sum()))]
+    people = qr(base.T, pivoting=True)[2][: base.shape[1]]
+    solved = base @ np.linalg.inv(base[people])
+    tried = (solved @ np.array(bits) for bits in itertools.product((0.0, 1.0), repeat=len(people)))
+    return [v.round() for v in tried if v.max() > 0.5 and np.minimum(abs(v), abs(v - 1)).max() < 0.01]
+
+
+def _sums_behind(pulled: npt.NDArray[Any], config: Vertical) -> npt.NDArray[Any]:
+    """(N, R) the sums of predictors, and the intercept, that a silo works out from pulls: by their sign the label is
+    known, and of a label the pull falls as the sum rises."""
+    likelihood = config.resolved(Bernoulli()).seen_by_holder(Bernoulli(), 3)
+    pull = torch.from_numpy(pulled.T.reshape(-1))
+    y, low = (pull > 0).double(), torch.full((len(pull), 1), -50.0).double()
+    high, nothing = -low, torch.zeros_like(pull)
+    for _ in range(60):
+        middle = (low + high) / 2
+        at = slopes(likelihood, y, nothing, middle, pull.new_zeros(1), torch.ones_like(y)).predictor
+        low, high = torch.where(at > pull[:, None], middle, low), torch.where(at > pull[:, None], high, middle)
+    found: npt.NDArray[Any] = low.reshape(pulled.T.shape).numpy().T
+    return found
+
+
+@pytest.mark.parametrize("kind", ["yes or no", "normal", "dp"])
+def test_totals_tell_columns_of_yes_and_no_to_who_knows_nobody(kind: str) -> None:
+    """Of three silos with one such column each, all are read off masked totals of an honest run, for each person
+    exactly: by the server from sums, and by every silo from pulls. The controls: normal columns in their place, of
+    which none is found, and the same under privacy."""
+    people, rng = 300, np.random.default_rng(8)
+    secret = (rng.random((people, 3)) < (0.5, 0.2, 0.05)).astype(float)
+    normal = rng.normal(size=(people, 6))
+    columns = normal[:, :3] if kind == "normal" else secret
+    ids = ("bank", "clinic", "insurer")
+    silos = {n: {"x": torch.from_numpy(np.stack([columns[:, j], normal[:, 3 + j]], 1))} for j, n in enumerate(ids)}
+    y = torch.from_numpy((normal[:, 3] + secret[:, 0] + rng.logistic(size=people) > 0).astype(float))
+    data, config = VerticalDataset(silos, dict.fromkeys(ids, linear), y), Vertical(response="private", rounds=30)
+    privacy = sf.RecordDP(epsilon=8.0, delta=DELTA, clipping_norm=2.0) if kind == "dp" else None
+    transcript = record(data, Bernoulli(), config, sf.Masked(), privacy, simulated=True).transcript
+    by_server = _zeros_and_ones(_each_round(transcript, None), 6)
+    pulled = pulls(transcript)
+    by_silo = _zeros_and_ones(pulled if kind == "dp" else _sums_behind(pulled, config), 7)
+    for found in (by_server, by_silo):
+        told = [any(np.array_equal(v, column) for v in found) for column in secret.T]
+        assert told == [kind == "yes or no"] * 3
+    assert len(by_server) == (3 if kind == "yes or no" else 0)
 
 
 def test_labels_that_silos_alone_know_are_not_in_what_the_server_sees() -> None:
