@@ -35,8 +35,8 @@ DISCLOSURES = {
     "for most of the people learns it for the others (R^2 1.00 measured, .1 to .9 in the other families: auxiliary "
     "kind 'amortised'; [privacy] alone bounds all of this), and where "
     "two silos hold columns, not three, each learns the other's at once; whoever knows a person's columns learns "
-    "whether it takes part; the broadcasts tell everybody's label, where labels are classes, unless the silos alone "
-    "know them",
+    "whether it takes part; the broadcasts tell everybody's response, classes and counts exactly, unless the silos "
+    "alone know it",
     "single_silos": "a sum is of one silo alone, or the job's sums are equations for each: the server, and with the "
     "next broadcasts all silos, learn its term",
     "changing_cohorts": "exact sums over a part of the silos that changes from sum to sum: their differences come "
@@ -52,8 +52,8 @@ DISCLOSURES = {
 #: Of a job whose silos hold columns of the same people: who learns their response, by the algorithm's option.
 LABELS = {
     "shared": "the server has it and tells it to every silo",
-    "private": "the server has it; every silo is told each person's slope of the likelihood, which tells the label "
-    "where labels are classes, and with the other silos' predictors the value",
+    "private": "the server has it; every silo is told each person's slope of the likelihood, which tells classes "
+    "and counts exactly, and other numbers nearly, by the first rounds",
     "noised": "the server has it; every silo is told each person's slope of the likelihood, clipped and noised, for "
     "which the server's own ledger is charged with as much as each silo's is for its columns",
     "silos": "one silo has it and tells it to every other, sealed, so that the server is never told; the server sees "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import SecureSum
-from secure_fvi.algorithms.vertical import Bernoulli, Vertical, shared_batch
+from secure_fvi.algorithms.vertical import Bernoulli, Gaussian, Likelihood, Poisson, Vertical, shared_batch
 from secure_fvi.algorithms.vertical.likelihoods import slopes
 from secure_fvi.audits.scores import RATES, auc, auc_bound, tpr_bound
 from secure_fvi.audits.vertical import (
@@ -108,18 +108,19 @@ def _zeros_and_ones(seen: npt.NDArray[Any], most: int) -> list[npt.NDArray[Any]]
     return [v.round() for v in tried if v.max() > 0.5 and np.minimum(abs(v), abs(v - 1)).max() < 0.01]
 
 
-def _sums_behind(pulled: npt.NDArray[Any], config: Vertical) -> npt.NDArray[Any]:
-    """(N, R) the sums of predictors, and the intercept, that a silo works out from pulls: by their sign the label is
-    known, and of a label the pull falls as the sum rises."""
-    likelihood = config.resolved(Bernoulli()).seen_by_holder(Bernoulli(), 3)
-    pull = torch.from_numpy(pulled.T.reshape(-1))
-    y, low = (pull > 0).double(), torch.full((len(pull), 1), -50.0).double()
-    high, nothing = -low, torch.zeros_like(pull)
+def _sums_behind(pulled: npt.NDArray[Any], model: Likelihood, config: Vertical, y: Tensor) -> npt.NDArray[Any]:
+    """(N, R) the sums of predictors, and the intercept, at which people with the response `y` (N,) have such pulls,
+    which fall as the sum rises; nan where no sum is so."""
+    likelihood = config.resolved(model).seen_by_holder(model, 3)
+    pull, y = torch.from_numpy(pulled.reshape(-1)), y.repeat_interleave(pulled.shape[1])
+    low = torch.full((len(pull), 1), -25.0).double()
+    high, nothing, weights = -low / 2, torch.zeros_like(pull), torch.ones_like(pull)
     for _ in range(60):
         middle = (low + high) / 2
-        at = slopes(likelihood, y, nothing, middle, pull.new_zeros(1), torch.ones_like(y)).predictor
+        at = slopes(likelihood, y, nothing, middle, pull.new_zeros(1), weights).predictor
         low, high = torch.where(at > pull[:, None], middle, low), torch.where(at > pull[:, None], high, middle)
-    found: npt.NDArray[Any] = low.reshape(pulled.T.shape).numpy().T
+    inside = (low > -24.9) & (low < 12.4)
+    found: npt.NDArray[Any] = torch.where(inside, low, torch.nan).reshape(pulled.shape).numpy()
     return found
 
 
@@ -140,11 +141,52 @@ def test_totals_tell_columns_of_yes_and_no_to_who_knows_nobody(kind: str) -> Non
     transcript = record(data, Bernoulli(), config, sf.Masked(), privacy, simulated=True).transcript
     by_server = _zeros_and_ones(_each_round(transcript, None), 6)
     pulled = pulls(transcript)
-    by_silo = _zeros_and_ones(pulled if kind == "dp" else _sums_behind(pulled, config), 7)
+    labels = torch.from_numpy(pulled[:, 0] > 0).double()
+    by_silo = _zeros_and_ones(pulled if kind == "dp" else _sums_behind(pulled, Bernoulli(), config, labels), 7)
     for found in (by_server, by_silo):
         told = [any(np.array_equal(v, column) for v in found) for column in secret.T]
         assert told == [kind == "yes or no"] * 3
     assert len(by_server) == (3 if kind == "yes or no" else 0)
+
+
+def _counts(pulled: npt.NDArray[Any], config: Vertical) -> npt.NDArray[Any]:
+    """(N,) the counts at which everybody's sums, over the rounds, are in one space of few dimensions. It is found from
+    some of those whose pulls are all below zero, most of whom have a count of none."""
+    sums = [_sums_behind(pulled, Poisson(), config, torch.full((len(pulled),), float(y))) for y in range(12)]
+    rng, none, best = np.random.default_rng(1), np.flatnonzero(pulled.max(1) < 0), np.zeros((len(pulled), 1))
+    explained = -1
+    for _ in range(200):
+        space = np.linalg.svd(sums[0][rng.choice(none, 7, replace=False)], full_matrices=False)[2]
+        left = np.stack([np.linalg.norm(s - s @ space.T @ space, axis=1) for s in sums], 1)
+        if (count := int((np.nan_to_num(left, nan=1.0) < 1e-6).any(1).sum())) > explained:
+            explained, best = count, np.nan_to_num(left, nan=1.0)
+    return best.argmin(1)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_pulls_tell_values_to_a_silo_that_knows_no_other_predictor(private: bool) -> None:
+    """Of a response at the server: numbers nearly, by the first pull, when predictors are still small; counts exactly,
+    as all pulls of a person have to follow from one. The control is the same run under privacy."""
+    people, rng, ids = 200, np.random.default_rng(0), ("bank", "clinic", "insurer")
+    columns = rng.normal(size=(people, 6))
+    silos = {n: {"x": torch.from_numpy(x)} for n, x in zip(ids, np.split(columns, 3, 1), strict=True)}
+    mean = 0.4 * columns.sum(1)
+    config = Vertical(response="private", rounds=20, rho=0.5)
+    privacy = sf.RecordDP(epsilon=EPSILON, delta=DELTA, clipping_norm=2.0) if private else None
+
+    def seen(model: Likelihood, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        data = VerticalDataset(silos, dict.fromkeys(ids, linear), torch.from_numpy(y))
+        return pulls(record(data, model, config, sf.Masked(), privacy, simulated=True).transcript)
+
+    numbers = mean + rng.normal(size=people)
+    first = np.corrcoef(seen(Gaussian(), numbers)[:, 0], numbers)[0, 1] ** 2
+    assert first < 0.1 if private else first > 0.97, first
+    counts = rng.poisson(np.exp(mean - 0.5)).clip(max=11).astype(float)
+    pulled = seen(Poisson(), counts)
+    if private:
+        assert np.corrcoef(pulled.mean(1), counts)[0, 1] ** 2 < 0.1
+    else:
+        assert (_counts(pulled, config) == counts).mean() > 0.99
 
 
 def test_labels_that_silos_alone_know_are_not_in_what_the_server_sees() -> None:
