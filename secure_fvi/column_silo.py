@@ -119,13 +119,7 @@ class VerticalLocalPosterior:
     def eta(self, rows: Mapping[str, Tensor], n: int, seed: int = 0) -> Tensor:
         """`n` draws of the predictor (n, N, C) for columns `rows` (N, ...) of this silo."""
         theta = self._thetas(n, seed)
-        moved = {
-            name: value.to(theta) if value.is_floating_point() else value.to(theta.device)
-            for name, value in rows.items()
-        }
-        if moved.keys() != self._rows.keys():
-            raise InputError(f"silo '{self.silo}': give the columns {', '.join(self._rows)}, not {', '.join(moved)}")
-        points = part(self.q, "point")
+        moved, points = self._as_fitted(rows, theta), part(self.q, "point")
         predictor, alone = self._program.predictor, bool(self._program.terms)
 
         def draw(theta: Tensor) -> Tensor:  # as in the fit
@@ -134,6 +128,22 @@ class VerticalLocalPosterior:
             )
 
         return torch.func.vmap(draw)(theta)
+
+    def _as_fitted(self, rows: Mapping[str, Tensor], theta: Tensor) -> Params:
+        """Columns of new people, checked as the fit's were. Raises InputError for others than it had: a program whose
+        rows are wider would give more people than there are."""
+        given = data_columns(rows, self.silo)
+        if given.keys() != self._rows.keys():
+            raise InputError(f"silo '{self.silo}': give the columns {', '.join(self._rows)}, not {', '.join(given)}")
+        found, _ = columns_of(self.silo, given, theta.dtype, theta.device)
+        for name, fitted in self._rows.items():
+            value, whole = found.get(name), not fitted.is_floating_point()
+            if value is None or value.shape[1:] != fitted.shape[1:] or (whole and value.is_floating_point()):
+                shape = ", ".join(["N", *map(str, fitted.shape[1:])])
+                raise InputError(
+                    f"silo '{self.silo}': '{name}' holds {'whole ' * whole}numbers of shape ({shape}), as in the fit"
+                )
+        return {name: found[name].to(fitted.dtype) for name, fitted in self._rows.items()}
 
     def _thetas(self, n: int, seed: int) -> Tensor:
         if n < 1:

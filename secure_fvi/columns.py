@@ -54,6 +54,7 @@ from secure_fvi.draws import SitePosterior, SitePosteriors
 from secure_fvi.driving import Options, Parties, Run, books_of, build_guards, goes_on
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
+from secure_fvi.federated_model import as_tensor
 from secure_fvi.files import write_atomically
 from secure_fvi.options import check
 from secure_fvi.privacy.gate import Gate, NoiseSource
@@ -109,6 +110,16 @@ class Columns:
     @property
     def default_algorithm(self) -> Vertical:
         return Vertical()
+
+
+def _of_each(name: str, given: Any, s: Tensor) -> Tensor:
+    """(N,) of the people whose predictors are s (n, N, C). Raises InputError: another shape would be stretched."""
+    found = as_tensor(given, f"the {name}").to(s)
+    if found.shape != s.shape[1:2] or not bool(torch.isfinite(found).all()):
+        raise InputError(
+            f"the {name} must be finite, one number a person, shape ({s.shape[1]},), not {tuple(found.shape)}"
+        )
+    return found
 
 
 def _as_numbers(name: str, given: Any) -> Tensor:
@@ -233,10 +244,13 @@ class VerticalResult(RunSummary):
 
         silos: each silo's columns of the new people, by id, aligned. The silos send draws of their predictors into one
         secure sum; its total, (n, N, C), is seen by who asks. The auxiliary noise of the model is part of the
-        predictive. A privacy guarantee of the fit covers the people it was fitted to, not the columns of new ones.
+        predictive. offset: zero unless given, whatever the fit had. A privacy guarantee of the fit covers the people it
+        was fitted to, not the columns of new ones.
         """
         s, gamma = self._predictors(silos, offset, n, seed)
-        found = self.problem.likelihood.distribution(s, gamma).log_prob(response.to(s))
+        y = _of_each("response", response, s)
+        self.problem.likelihood.check(y)
+        found = self.problem.likelihood.distribution(s, gamma).log_prob(y)
         return torch.logsumexp(found, 0) - math.log(n)
 
     def save(self, directory: str | Path) -> None:
@@ -291,7 +305,7 @@ class VerticalResult(RunSummary):
         rng = torch.Generator().manual_seed(seed)
         s = s + self.config.rho * math.sqrt(noisy) * torch.randn(s.shape, generator=rng, dtype=torch.float64).to(s)
         if offset is not None:
-            s = s + offset.to(s).unsqueeze(-1)
+            s = s + _of_each("offset", offset, s).unsqueeze(-1)
         return s, self._gamma(n, seed)
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyro
 import pytest
 import torch
 from programs import reachable_tensors
+from pyro.distributions import Normal
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi import columns as columns_module
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Categorical, Gaussian, Poisson, Vertical
 from secure_fvi.algorithms.vertical.predictors import linear
 from secure_fvi.algorithms.vertical.soul import Soul
+from secure_fvi.column_silo import VerticalLocalPosterior
 from secure_fvi.columns import VerticalResult
 from secure_fvi.driving import Parties
 from secure_fvi.engines.local import LocalEngine
@@ -236,6 +241,38 @@ def test_new_people_have_the_columns_of_the_fit() -> None:
     for draw in (own.sample, lambda n: own.eta({"x": x}, n)):
         with pytest.raises(InputError, match="the number of draws must be at least 1, not 0"):
             draw(0)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_nothing_of_new_people_is_stretched_to_their_number(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response or an offset of one person, or of a number a draw; a column twice as wide, which a program of rows
+    takes for twice the people. The control is without the checks: there are answers, of other people."""
+
+    def effect(x: Tensor) -> Tensor:
+        return x * pyro.sample("slope", Normal(0.0, 1.0))
+
+    columns, y = _data()
+    silos = [{"x": c["x"][:, 0]} for c in columns]
+    model = sf.Columns(Bernoulli(), y, [effect] * len(silos))
+    result = sf.fit(model, silos, Vertical(rounds=2), compile=False)
+    new = {name: {"x": own["x"][:4]} for name, own in zip(result.silos, silos, strict=True)}
+    wide = {name: {"x": own["x"][:, None].expand(4, 2)} for name, own in new.items()}
+    numpy = {name: {"x": own["x"].numpy()} for name, own in new.items()}
+    torch.testing.assert_close(result.log_predictive(numpy, y[:4].numpy()), result.log_predictive(new, y[:4]))
+    if not guarded:
+        monkeypatch.setattr(columns_module, "_of_each", lambda _, given, s: given.to(s))
+        monkeypatch.setattr(VerticalLocalPosterior, "_as_fitted", lambda _, rows, theta: rows)
+    for call, control, words in (
+        (lambda: result.log_predictive(new, y[:1]), (4,), r"the response must be .* shape \(4,\), not \(1,\)"),
+        (lambda: result.predict(new, torch.ones(1), n=2)["y"], (2, 4), r"the offset .* shape \(4,\), not \(1,\)"),
+        (lambda: result.predict(new, y[:2, None], n=2)["y"], (2, 4), r"the offset .*, not \(2, 1\)"),
+        (lambda: result.predict(wide, n=2)["y"], (2, 8), r"silo '.*': 'x' holds numbers of shape \(N\), as in the fit"),
+    ):
+        with pytest.raises(InputError, match=words) if guarded else nullcontext():
+            assert call().shape == control
+    if guarded:
+        with pytest.raises(InputError, match="'x' holds NaN or infinite values"):
+            result.predict({**new, result.silos[0]: {"x": torch.full((4,), torch.nan)}})
 
 
 def test_bad_input_is_refused() -> None:
