@@ -1,8 +1,9 @@
-"""Label switching: components of a model that change places, as a mixture's, whatever the data.
+"""Label switching: whatever the data, components of a model change places, as a mixture's, or signs, as a factor's.
 
-A posterior of K such components has K! modes that differ in their order alone. A run that looks at no other order than
-its own says nothing of the rest, and where silos or rounds differ in theirs nothing of any: it is told so, in words, by
-`of_one_order`. Found in the program, on made records, so that no data are asked (`exchanges`).
+A posterior of K such components has K! modes that differ in their order alone, one of K factors 2^K that differ in
+their signs. A run that looks at no other order or sign than its own says nothing of the rest, and where silos or rounds
+differ in theirs nothing of any: it is told so, in words, by `of_one_order`. Found in the program, on made records, so
+that no data are asked (`exchanges`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import Posterior, Problem, Verdict
-from secure_fvi.algorithms.weighing import APART, AT_ONCE, COMPONENTS, SCOUTED, Mirror, by_names, mirrors
+from secure_fvi.algorithms.weighing import APART, AT_ONCE, COMPONENTS, REALS, SCOUTED, Mirror, by_names, mirrors
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Layout, Site
 from secure_fvi.families import Params
@@ -25,13 +26,15 @@ from secure_fvi.families import Params
 #: those of a point are alike; and what to do.
 _LOOKED, _SEVERAL, _STILL_ALIKE = "mean_error_sd", 3, 1e-4
 _ORDER = "give components an order in the program (an ordered vector, or priors apart)"
+_SIGN = "give one of them a sign in the program (a positive support)"
 _START_APART = "begin with components apart (start={...} of the model)"
+_START_OFF = "begin away from zero (start={...} of the model)"
 #: Made records: normal numbers of such scales, positive ones where that is negative, and whole ones up to such.
 _MADE, _SCALES_MADE, _WHOLES_MADE = 12, (1.0, 4.0, -1.0, -4.0), (1, 2, 3, 6)
-#: Points, every other one of which is far out by so many times; sites that are taken together in any way; maps at most;
-#: how alike densities are, by the type of numbers; nats by which a record is less likely halfway between a point and
-#: its image, where there is a valley.
-_AT, _FAR_OUT, _SUBSETS, _MAPS = 4, 3.0, 6, 512
+#: Points, every other one of which is far out by so many times; sites that are taken together in any way, and how many
+#: of more whose signs change; maps at most, of places and of signs; how alike densities are, by the type of numbers;
+#: nats by which a record is less likely halfway between a point and its image, where there is a valley.
+_AT, _FAR_OUT, _SUBSETS, _FEW, _MAPS = 4, 3.0, 6, (1, 2, 3), 512
 _SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
 _BETWEEN_NATS = 0.1
 
@@ -48,21 +51,29 @@ def of_one_order(found: Verdict, problem: Problem, posterior: Posterior) -> Verd
         kinds = [kind for kind in kinds if _far(kind.by, problem, posterior)]
     if not kinds:
         return found
-    which = "; or ".join(str(kind) for kind in kinds[:_SEVERAL]) + ("; and others" if len(kinds) > _SEVERAL else "")
-    same = f"whatever the data, the posterior is the same where components change places ({which})"
+    orders, signs = ([kind for kind in kinds if kind.signs == signs] for signs in (False, True))
+    where = (("components change places", orders), ("signs change", signs))
+    same = "whatever the data, the posterior is the same where " + " and where ".join(
+        f"{what} ({'; or '.join(str(kind) for kind in of[:_SEVERAL])}{'; and others' if len(of) > _SEVERAL else ''})"
+        for what, of in where if of
+    )  # fmt: skip
+    noun = " and ".join([*["order"] * bool(orders), *["sign"] * bool(signs)])
     if found.converged and not looked:  # a point at rest
         at = posterior.eta["loc"].cpu().double()
-        if not any(torch.allclose(kind.by(at), at, rtol=0.0, atol=_STILL_ALIKE) for kind in kinds):
+        alike = [kind for kind in kinds if torch.allclose(kind.by(at), at, rtol=0.0, atol=_STILL_ALIKE)]
+        if not alike:
             return found
-        why = f"{same}, and at the point that was found these are alike, which may be a saddle between their orders"
-        return found._replace(converged=None, reason=f"{found.reason}, but {why}", remedy=_START_APART, narrow=True)
+        why = f"{same}, and at the point that was found these are alike, which may be a saddle between their {noun}s"
+        remedy = _START_OFF if all(kind.signs for kind in alike) else _START_APART
+        return found._replace(converged=None, reason=f"{found.reason}, but {why}", remedy=remedy, narrow=True)
     why = (
-        f"{same}, and this run did not look at their other orders: what it says of them is of one order at most, and "
-        "of none where silos or rounds differ in it"
+        f"{same}, and this run did not look at their other {noun.replace(' ', 's ', 1)}s: what it says of them is of "
+        f"one {noun} at most, and of none where silos or rounds differ in it"
     )
+    advice = [*[_ORDER] * bool(orders), *[_SIGN] * bool(signs)]
     if found.converged:
-        return found._replace(converged=False, reason=f"{found.reason}, but {why}", remedy=_ORDER)
-    remedy = "; ".join(part for part in (found.remedy, _ORDER) if part)
+        return found._replace(converged=False, reason=f"{found.reason}, but {why}", remedy="; ".join(advice))
+    remedy = "; ".join(part for part in (found.remedy, *advice) if part)
     return found._replace(reason=f"{found.reason}; besides, {why}", remedy=remedy, narrow=True)
 
 
@@ -82,7 +93,8 @@ class Exchange(NamedTuple):
     """A map of all latents under which log p(y, Z) is the same for made records."""
 
     by: Mirror  # of Z_G
-    sites: tuple[str, ...]  # names of what changes places
+    sites: tuple[str, ...]  # names of what changes
+    signs: bool = False  # nothing changes places
 
     def __str__(self) -> str:
         *others, last = self.sites
@@ -90,38 +102,42 @@ class Exchange(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """Of one site, or of two by their names, what changes places with something."""
+    """Of one site, or of two by their names, what changes places with something, or its sign."""
 
     name: str
-    where: tuple[Tensor, Tensor]  # places that change, one and the other; none of a simplex
+    where: tuple[Tensor, Tensor] = (torch.zeros(0, dtype=torch.long),) * 2  # places that change, one and the other
     shares: tuple[tuple[Tensor, int, int], ...] = ()
-    flipped: Tensor = torch.zeros(0, dtype=torch.long)  # a share of two components, which becomes the other's
+    flipped: Tensor = torch.zeros(0, dtype=torch.long)  # a sign; or a share of two components, which is the other's
 
 
 def exchanges(problem: Problem) -> list[Exchange]:
-    """The maps by which components change places that leave every posterior of this model as it is: neighbours along an
-    axis of up to eight or two labels of names, of any of the sites that have these, with shares. The fewest sites that
-    do. Not what makes no difference to the likelihood, nor what is a sum of two (a + b, both with one prior), between
-    which and its image all is as likely.
+    """The maps that leave every posterior of this model as it is and by which components change places: neighbours
+    along an axis of up to eight or two labels of names, of any of the sites that have these, with shares; or signs: of
+    whole sites, or at one of the first eight places of axes of one length. The fewest sites that do. Not what makes no
+    difference to the likelihood, nor what is a sum of two (a + b, both with one prior), between which and its image all
+    is as likely.
 
-    Of made records, so that no data are asked. A silo's and its records' own latents change places along.
+    Of made records, so that no data are asked. A silo's and its records' own latents change along.
     """
     layout = problem.layout
-    found, sites = list[Exchange](), list[set[str]]()
+    found, sites = list[Exchange](), list[tuple[set[str], bool]]()
     ends = itertools.accumulate(s.size for s in _in_order(layout))
     at = {s.name: torch.arange(e - s.size, e) for s, e in zip(_in_order(layout), ends, strict=True)}
     n, shared = sum(s.size for s in layout.sites), layout.size("global")
-    every = (_map(units, n) for units in _together(layout, at))
-    tried = list(itertools.islice((m for m in every if _moves(m.by, shared)), _MAPS))
+    tried = list[Exchange]()
+    for signs, groups in enumerate(([*_along(layout, at), *_labelled(layout, at)], [*_signed(layout, at)])):
+        every = (_map(units, n, bool(signs)) for units in _together(groups, _FEW if signs else ()))
+        tried += itertools.islice((m for m in every if _moves(m.by, shared)), _MAPS)
     if not tried:
         return []
     made = _Made(problem)
     tried = [m for m, same in zip(tried, made.same([m.by for m in tried], 1, 1), strict=True) if same]
     for m in sorted(tried, key=lambda m: len(m.sites)):
-        if any(names <= set(m.sites) for names in sites) or not made.same([m.by])[0] or not made.valley(m.by):
+        known = (names for names, signs in sites if signs == m.signs)
+        if any(names <= set(m.sites) for names in known) or not made.same([m.by])[0] or not made.valley(m.by):
             continue
         found.append(m._replace(by=_first(m.by, shared)))
-        sites.append(set(m.sites))
+        sites.append((set(m.sites), m.signs))
     return found
 
 
@@ -140,27 +156,38 @@ def _first(by: Mirror, n: int) -> Mirror:
     return Mirror(by.order[:n], by.signs[:n], shares=shares)
 
 
-def _map(units: tuple[_Unit, ...], n: int) -> Exchange:
+def _map(units: tuple[_Unit, ...], n: int, signed: bool) -> Exchange:
     """All of them at once."""
     order, signs = torch.arange(n), torch.ones(n, dtype=torch.float64)
     for unit in units:
         one, other = unit.where
         both = torch.cat([one, other])
         order[both] = order[torch.cat([other, one])]
-        signs[unit.flipped] = -1.0
-    return Exchange(Mirror(order, signs, shares=sum((u.shares for u in units), ())), tuple(u.name for u in units))
+        signs[unit.flipped] *= -1.0
+    shares = sum((u.shares for u in units), ())
+    return Exchange(Mirror(order, signs, shares=shares), tuple(u.name for u in units), signed)
 
 
-def _together(layout: Layout, at: dict[str, Tensor]) -> Iterator[tuple[_Unit, ...]]:
-    """Units that may change places at once: those of one axis' length and of two labels, in any way while these are
-    few, all of them else."""
-    for units in (*_along(layout, at), *_labelled(layout, at)):
-        sizes = range(1, len(units) + 1) if len(units) <= _SUBSETS else [len(units)]
+def _together(groups: list[list[_Unit]], few: tuple[int, ...]) -> Iterator[tuple[_Unit, ...]]:
+    """Units that may change at once: those of a group in any way while these are few, else all of them, or as many as
+    `few` says."""
+    for units in groups:
+        sizes = range(1, len(units) + 1) if len(units) <= _SUBSETS else (*few, len(units))
         yield from (chosen for size in sizes for chosen in itertools.combinations(units, size))
 
 
+def _signed(layout: Layout, at: dict[str, Tensor]) -> Iterator[list[_Unit]]:
+    sites = [s for s in _in_order(layout) if s.support.startswith(REALS)]
+    yield [_Unit(s.name, flipped=at[s.name]) for s in sites]
+    for k in sorted({length for s in sites for length in s.shape if length > 1}):
+        for a in range(min(k, COMPONENTS)):
+            yield [
+                _Unit(s.name, flipped=at[s.name].reshape(s.shape).select(axis, a).flatten())
+                for s in sites for axis, length in enumerate(s.shape) if length == k
+            ]  # fmt: skip
+
+
 def _along(layout: Layout, at: dict[str, Tensor]) -> Iterator[list[_Unit]]:
-    none = torch.zeros(0, dtype=torch.long)
     sites = _in_order(layout)
     simplex = {s.name for s in sites if "Simplex" in s.support}
     lengths = {k for s in sites for k in s.shape[: len(s.shape) - (s.name in simplex)]}
@@ -176,14 +203,13 @@ def _along(layout: Layout, at: dict[str, Tensor]) -> Iterator[list[_Unit]]:
                             _Unit(s.name, (grid.select(axis, a).flatten(), grid.select(axis, a + 1).flatten()))
                         )
                 if s.name in simplex and s.shape[-1] == k - 1:
-                    units.append(_Unit(s.name, (none, none), ((grid, a, a + 1),)))
+                    units.append(_Unit(s.name, shares=((grid, a, a + 1),)))
                 elif k == 2 and s.size == 1 and "Interval" in s.support:
-                    units.append(_Unit(s.name, (none, none), flipped=at[s.name]))
+                    units.append(_Unit(s.name, flipped=at[s.name]))
             yield units
 
 
 def _labelled(layout: Layout, at: dict[str, Tensor]) -> Iterator[list[_Unit]]:
-    none = torch.zeros(0, dtype=torch.long)
     labels: dict[tuple[str, str], list[tuple[int, _Unit]]] = defaultdict(list)
     for role in ("global", "silo", "record"):
         for of in by_names(layout.of(role)).values():
@@ -197,9 +223,9 @@ def _labelled(layout: Layout, at: dict[str, Tensor]) -> Iterator[list[_Unit]]:
         for s in _in_order(layout):
             if "Simplex" in s.support and s.shape[-1] == k - 1 and len(every) == k:
                 share = at[s.name].reshape(s.shape), every.index(one), every.index(other)
-                units.append(_Unit(s.name, (none, none), (share,)))
+                units.append(_Unit(s.name, shares=(share,)))
             elif s.size == 1 and "Interval" in s.support and k == 2:
-                units.append(_Unit(s.name, (none, none), flipped=at[s.name]))
+                units.append(_Unit(s.name, flipped=at[s.name]))
         yield units
 
 

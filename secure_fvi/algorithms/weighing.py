@@ -76,7 +76,7 @@ _BETWEEN, _HALFWAY = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5), (0.5, 1.0)
 _FIRST, _IMAGES = 24, 512
 #: Supports of which the ends change places, and on which an angle turns; of which signs change.
 _INTERVALS = ("Interval", "IndependentConstraint(Interval")
-_REALS = ("Real", "IndependentConstraint(Real")
+REALS = ("Real", "IndependentConstraint(Real")
 #: Components of a mixture at most, along an axis or by names.
 COMPONENTS = 8
 #: One and two latents of a record or a silo are integrated out on a grid, by a trapezoidal sum: so many nodes for each,
@@ -324,16 +324,16 @@ def mirrors(layout: Layout) -> tuple[list[Mirror], list[Mirror]]:
     ends = itertools.accumulate(s.size for s in sites)
     at = {s.name: torch.arange(end - s.size, end) for s, end in zip(sites, ends, strict=True)}
     named = by_names(sites)
-    real = [at[s.name] for s in sites if s.support.startswith(_REALS)]
+    real = [at[s.name] for s in sites if s.support.startswith(REALS)]
     ends_of = [i[None] for s in sites if s.support.startswith(_INTERVALS) for i in at[s.name]]
     alike = [
         torch.cat([at[s.name] for s in of.values()])
         for of in named.values()
-        if all(s.support.startswith(_REALS) for s in of.values())
+        if all(s.support.startswith(REALS) for s in of.values())
     ]
     slices = [
         at[s.name].reshape(s.shape).select(axis, k).flatten()
-        for s in sites if s.support.startswith(_REALS)
+        for s in sites if s.support.startswith(REALS)
         for axis in range(len(s.shape) if len(s.shape) > 1 else 0) for k in range(s.shape[axis])
     ]  # fmt: skip
     elements = [i[None] for site in real for i in site]

@@ -1,4 +1,4 @@
-"""Components that change places: found in the program, and said by runs that do not look at their other orders."""
+"""Components that change places, and signs: found in the program, and said by runs that do not look at other ones."""
 
 from __future__ import annotations
 
@@ -125,6 +125,42 @@ def columns(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
 
 
+def factor(y: Tensor, positive: bool = False) -> None:
+    """A record's own number times loadings, the first of which may be positive."""
+    first = pyro.sample("first", dist.HalfNormal(2.0)) if positive else pyro.sample("first", dist.Normal(0.0, 2.0))
+    load = torch.cat([first.reshape(1), pyro.sample("load", normal(3))])
+    with pyro.plate("row", len(y)):
+        f = pyro.sample("f", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(f.unsqueeze(-1) * load, 0.5).to_event(1), obs=y)
+
+
+def first_is_positive(y: Tensor) -> None:
+    factor(y, True)
+
+
+def ability(y: Tensor) -> None:
+    """Items' discriminations and difficulties; abilities of records."""
+    slope, hard = pyro.sample("slope", normal(5, sd=1.0)), pyro.sample("hard", normal(5))
+    with pyro.plate("row", len(y)):
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Bernoulli(logits=slope * theta.unsqueeze(-1) - hard).to_event(1), obs=y)
+
+
+def network(x: Tensor, y: Tensor) -> None:
+    into, bias, out = (pyro.sample(name, normal(*shape)) for name, shape in (("w", (5, 3)), ("b", (3,)), ("v", (3,))))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal((x @ into + bias).tanh() @ out, 0.5), obs=y)
+
+
+def product(x: Tensor, y: Tensor) -> None:
+    """Among five coefficients that have their signs."""
+    many = [pyro.sample(f"{name}_of", normal(k)) for k, name in enumerate("abcde", 2)]
+    left, right = pyro.sample("left", dist.Normal(0.0, 1.0)), pyro.sample("right", dist.Normal(0.0, 1.0))
+    mean = sum(x[:, : len(b)] @ b[: x.shape[1]] for b in many) + left * right * x[:, 0]
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+
 def made(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -169,10 +205,32 @@ def test_components_that_change_places_are_found_in_the_program(model: Any, data
         (total, Y),
         (kinds, {"k": torch.arange(20) % 3}),
         (columns, {"y": made(20, 5)}),
+        (first_is_positive, {"y": made(20, 4)}),
     ],
 )
 def test_what_an_order_priors_or_data_tell_apart_is_no_such_component(model: Any, data: Any) -> None:
     assert exchanges(problem_of(model, data)) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "sites", "places"),
+    [
+        (factor, {"y": made(20, 4)}, {"first", "load", "f"}, False),
+        (ability, {"y": (made(20, 5) > 0).double()}, {"slope", "theta"}, False),
+        (network, X, {"w", "b", "v"}, True),
+        (product, X, {"left", "right"}, True),
+    ],
+)
+def test_signs_that_no_data_tell_are_found_in_the_program(model: Any, data: Any, sites: set[str], places: bool) -> None:
+    """Of hidden units, and of two factors by their names, places as well."""
+    problem = problem_of(model, data)
+    found = exchanges(problem)
+    assert {kind.signs for kind in found} == ({False, True} if places else {True})
+    (signs,) = (kind for kind in found if kind.signs)
+    assert set(signs.sites) == sites
+    z = made(problem.layout.size("global"))
+    assert torch.equal(signs.by(z).abs(), z.abs())
+    assert not torch.equal(signs.by(z), z)
 
 
 def test_a_program_that_fails_on_made_records_far_out_loses_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +277,46 @@ def test_a_run_that_does_not_look_at_other_orders_says_so(private: bool) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(label_switching, "exchanges", lambda problem: [])
         assert SAID not in fitted(two, silos, sf.SFVI(iterations=10), privacy)[1]
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize("private", [False, True])
+def test_a_run_that_does_not_look_at_other_signs_says_so(private: bool) -> None:
+    """As of orders. The control has a first loading that is positive; without the check the other says nothing."""
+    silos = []
+    for seed in range(3):
+        rng = torch.Generator().manual_seed(seed)
+        f = torch.randn(60, 1, generator=rng)
+        silos.append({"y": f * torch.tensor([1.0, -2.0, 0.0, 1.5]) + 0.5 * torch.randn(60, 4, generator=rng)})
+    privacy = sf.RecordDP(epsilon=8.0, delta=1e-5, clipping_norm=3.0, noise="silo") if private else None
+    said = "the posterior is the same where signs change (first, load and f), and this run did not look at their other"
+    for model in (factor, first_is_positive):
+        result, warned = fitted(model, silos, sf.SFVI(iterations=10), privacy)
+        assert result.converged is None
+        for found in (warned, str(result.summary()), result.convergence["reason"]):
+            assert (said in found) == (model is factor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(label_switching, "exchanges", lambda problem: [])
+        assert "signs change" not in fitted(factor, silos, sf.SFVI(iterations=10), privacy)[1]
+
+
+def test_a_point_at_which_a_sign_is_still_to_be_chosen_is_not_called_converged() -> None:
+    """A square, whose slope is zero where it begins. The control begins away from there."""
+
+    def square(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 2.0))
+        with pyro.plate("row", len(y)):
+            pyro.sample("y", dist.Normal(w**2 * x[:, 0], 0.5), obs=y)
+
+    silos = [{"x": made(50, 1), "y": 4 * made(50, 1)[:, 0]} for _ in range(2)]
+    at_rest, warned = fitted(square, silos, sf.FedAvg(rounds=40, local_steps=1, learning_rate=1e-3))
+    assert at_rest.posterior["w"].mean.abs() < 1e-6
+    assert at_rest.converged is None
+    assert "may be a saddle between their signs; begin away from zero" in warned
+    of = sf.FederatedModel(square, record_plate="row", start={"w": torch.tensor(0.5)})
+    found = sf.fit(of, silos, sf.FedAvg(rounds=300, local_steps=1, learning_rate=1e-3), Plain())
+    assert found.converged
+    assert found.posterior["w"].mean == pytest.approx(2.0, abs=0.01)
 
 
 def test_a_point_at_which_components_are_still_alike_is_not_called_converged() -> None:
