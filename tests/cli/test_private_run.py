@@ -90,6 +90,11 @@ def test_a_configuration_is_charged_to_one_ledger_wherever_it_is_typed(
     assert not list(elsewhere.iterdir())
     assert cli.run("--set", "privacy.ledger=typed.sqlite", out="third").code == 0
     assert (elsewhere / "typed.sqlite").exists()
+    (cli.folder / "site.sqlite").rename(elsewhere / "site.sqlite")  # where an earlier version had it
+    lost = cli.run(out="fourth")
+    assert lost.code == 2
+    assert "has what was spent: move it to" in lost.err
+    assert not (cli.folder / "site.sqlite").exists()
 
 
 def test_the_exact_posterior_is_set_beside_a_private_run_where_asked_alone(
