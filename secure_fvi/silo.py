@@ -68,6 +68,8 @@ LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch do
 _NOT_OF_DATA = (ProtocolError, BudgetError, OSError)
 #: What neither follows from data nor is mended by sending noise.
 _OF_MESSAGE = (ProtocolError, BudgetError, RecordError)
+#: What linear algebra raises, PyTorch's and NumPy's, and Python's arithmetic.
+_NOT_COMPUTED = (ArithmeticError, LinAlgError, np.linalg.LinAlgError)
 _log = logging.getLogger(__name__)
 _SHARED = b"secure-fvi/shared-past/2"
 #: Root mean square from which on a column is taken to be on a raw scale.
@@ -311,7 +313,7 @@ class Silo:
         """Why this silo's data could not answer, for itself alone; None where what was raised says it."""
         if isinstance(error, BoundError):
             return f"{self._because(error, broadcast)}{self._on_raw_scales()}"
-        if isinstance(error, ArithmeticError | LinAlgError):
+        if isinstance(error, _NOT_COMPUTED):
             said = (
                 f"silo '{self.name}': the model cannot be computed on its data in round {broadcast.round} "
                 f"({type(error).__name__}); rescale the data, lower learning_rate, or keep parameters where the "

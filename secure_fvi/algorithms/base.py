@@ -146,6 +146,11 @@ class Form(NamedTuple):
                 raise ProtocolError(
                     f"tensor '{name}' of phase '{message.phase}' has the shape {found[name]}, not {shape}"
                 )
+            if not bool(torch.isfinite(message.tensors[name]).all()):
+                raise ProtocolError(
+                    f"tensor '{name}' of phase '{message.phase}' holds what is no finite number; where the fit ran "
+                    "off, lower learning_rate or rescale the data"
+                )
 
     @property
     def bytes(self) -> int:

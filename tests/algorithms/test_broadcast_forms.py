@@ -5,6 +5,7 @@ Every algorithm, every phase: its own broadcasts, spoilt one part at a time. The
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -26,7 +27,7 @@ from secure_fvi.algorithms.base import Broadcast, Form
 from secure_fvi.algorithms.vertical import Gaussian, Vertical
 from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.disclosure import disclose
-from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import BoundError, InputError, ProtocolError, SecureFVIError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.silo import Silo
@@ -215,6 +216,30 @@ def test_a_number_out_of_range_is_refused_before_it_is_used(
         assert type(error) is ProtocolError
         assert f"the number '{number}' of phase" in str(error) or "malformed scalars" in str(error)
     assert not any(silo.past.failed for silo in found.engine.silos.values())
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("case", ["vertical", "sfvi, records"])
+def test_what_is_no_finite_number_is_a_messages_fault(
+    case: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a tensor as in a number: nothing is spent, and the honest question is answered. The control looks at no form:
+    the silo finds that its own data cannot answer, and answers no more, or under privacy pays for noise."""
+    server, engine = parties(*CASES[case])
+    engine.run(server.round())
+    silo, sent = engine.silos["silo-1"], next(server.round())["silo-1"]
+    honest, paid = decode_broadcast(sent[1:], server.program.order.asked), silo.gate.paid
+    if not checked:
+        monkeypatch.setattr(Form, "check", lambda *_: None)
+    for value in (math.nan, -math.inf):
+        lie = honest._replace(tensors={name: torch.full_like(t, value) for name, t in honest.tensors.items()})
+        with contextlib.suppress(BoundError), pytest.raises(ProtocolError) if checked else contextlib.nullcontext():
+            silo.handle(ROUND + encode_broadcast(lie))
+        if not checked:
+            assert silo.past.failed or silo.gate.paid > paid
+            return
+        assert (silo.past.failed, silo.gate.paid) == (False, paid)
+    assert silo.handle(sent)
 
 
 def test_without_ranges_a_number_that_no_server_sends_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from programs import Conjugate, make_clinics, make_intercepts, make_slopes, unknown_tau
+from pvi_world import REGRESSION, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi import silo as silo_module
 from secure_fvi.algorithms.base import choose_cohort
 from secure_fvi.algorithms.sfvi_avg import (
     Gaussian,
@@ -25,7 +27,7 @@ from secure_fvi.algorithms.sfvi_avg import (
 )
 from secure_fvi.algorithms.structured import Batch
 from secure_fvi.engines.local import LocalEngine
-from secure_fvi.errors import InputError
+from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM as SIX_CITIES
@@ -483,3 +485,16 @@ def test_privacy_that_cannot_be_had_is_refused(options: dict[str, Any], privacy:
     problem = make_intercepts()
     with pytest.raises(InputError, match=message):
         sf.fit(problem.model, problem.silos, sf.SFVIAvg(**options), privacy=privacy)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_linear_algebra_of_numpy_fails_by_a_line_of_ours(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a fit ran off, as PyTorch's does. The control knows PyTorch's error alone, and NumPy's comes out bare."""
+    if not named:
+        monkeypatch.setattr(silo_module, "_NOT_COMPUTED", (ArithmeticError, silo_module.LinAlgError))
+    silos, error = make_regression((5, 6, 7))[0], AggregationError if named else np.linalg.LinAlgError
+    words = (
+        r"the model cannot be computed on its data in round \d+ \(LinAlgError\); rescale the data, lower learning_rate"
+    )
+    with pytest.raises(error, match=words if named else "did not converge"):
+        sf.fit(REGRESSION, silos, sf.SFVIAvg(rounds=5, local_steps=3, learning_rate=1e3), sf.Plain(), compile=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -323,3 +324,26 @@ def test_rows_tell_a_product_of_two_silos_columns_by_the_square_root_of_the_peop
         found.append((float(np.std(rows)), float(np.std(once))))
         assert found[-1] == pytest.approx((4 * sigma**2 / people**0.5, 2 * sigma / people), rel=0.3)
     assert found[0][0] / found[1][0] < 6 < 10 < found[0][1] / found[1][1]
+
+
+@pytest.mark.parametrize("rate", [0.05, 1000.0])
+def test_a_private_run_that_runs_off_ends_by_a_line(rate: float) -> None:
+    """Nothing of the bound is released, but the shared parameters follow from what is noised: it went on to the end,
+    spent its budget, and gave a posterior of no numbers. The control is a rate at which they stay finite."""
+    silos, _ = _data()
+    parties = build_parties(
+        sf.Columns(Poisson(), torch.ones(RECORDS)),
+        silos,
+        Vertical(response="private", rounds=20, learning_rate=rate),
+        sf.Masked(min_cohort=2),
+        privacy=sf.RecordDP(noise_multiplier=2.0, clipping_norm=1.0),
+        compile=False,
+        noise_key=KEY,
+    )
+    with contextlib.ExitStack() as stack:
+        if rate > 1:
+            words = r"q of the shared parameters is not finite in round \d+; lower learning_rate"
+            stack.enter_context(pytest.raises(InputError, match=words))
+        for _ in range(20):
+            parties.engine.run(parties.server.round())
+    assert (parties.server.rounds < 20) == (rate > 1)

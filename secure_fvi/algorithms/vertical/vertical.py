@@ -584,10 +584,11 @@ class ColumnsProgram(Program):
         scale = self.move(self.config.multiplier(state.round))
         gamma, own = self._move_gamma(state.gamma, in_gamma, self._gamma_noise(state.round), scale)
         objective = state.local + value + float(own)
-        if not self.terms and not math.isfinite(objective):
-            raise InputError(
-                f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
-            )
+        what, found = "the objective", objective
+        if self.terms:  # the bound is not released, and what q follows from is noised
+            what, found = "q of the shared parameters", sum(float(value.sum()) for value in gamma.eta.values())
+        if not math.isfinite(found):
+            raise InputError(f"{what} is not finite in round {state.round}; lower learning_rate or rescale the data")
         averaged = state.averaged + 1 if self._averages(state.round) else 0
         average = running_average(state.average, gamma.eta, averaged)
         monitor = self._watched(state.monitor, gamma.eta)
