@@ -165,7 +165,9 @@ def column_parties(
     known = response_of(likelihood, model.response, model.offset, dtype, where)
     _check_aligned(columns, len(known.y))
     mode = choose_mode(options["compile"], algorithm.expected_calls * len(silos), numbers_of(silos))
-    problem = VerticalProblem(likelihood, ordered, len(known.y), seed, dtype, where, mode, privacy)
+    problem = VerticalProblem(
+        likelihood, ordered, len(known.y), seed, dtype, where, mode, privacy, bool(known.offset.any())
+    )
     bare, noise = algorithm.program(problem), NoiseSource(options["noise_key"])
     disclosed.of_program(bare.tables, {p: t for p, t in bare.terms.items() if p in bare.tables}, aggregation)
     server_sum, silo_sums = local_parties(strong_enough(aggregation, disclosed), ordered)
@@ -244,8 +246,8 @@ class VerticalResult(RunSummary):
 
         silos: each silo's columns of the new people, by id, aligned. The silos send draws of their predictors into one
         secure sum; its total, (n, N, C), is seen by who asks. The auxiliary noise of the model is part of the
-        predictive. offset: zero unless given, whatever the fit had. A privacy guarantee of the fit covers the people it
-        was fitted to, not the columns of new ones.
+        predictive. offset: of the new people, (N,); asked for where the fit had one. A privacy guarantee of the fit
+        covers the people it was fitted to, not the columns of new ones.
         """
         s, gamma = self._predictors(silos, offset, n, seed)
         y = _of_each("response", response, s)
@@ -297,6 +299,10 @@ class VerticalResult(RunSummary):
         names = self.problem.silos
         if set(silos) != set(names):
             raise InputError(f"give the new people's columns of each silo: {', '.join(names)}")
+        if offset is None and self.problem.offset:
+            raise InputError(
+                "the fit had an offset (a log exposure, say), and new people have theirs: give offset=, zeros for none"
+            )
         etas = {name: self.local[name].eta(silos[name], n, seed + j) for j, name in enumerate(names)}
         if len({e.shape for e in etas.values()}) > 1:
             raise InputError("all silos must give columns of the same number of people")

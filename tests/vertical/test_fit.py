@@ -243,6 +243,25 @@ def test_new_people_have_the_columns_of_the_fit() -> None:
             draw(0)
 
 
+def test_new_people_have_an_offset_where_the_fit_had_one() -> None:
+    """The control is a fit without: there it is zero, as counts of one unit of exposure."""
+    columns, _ = _data()
+    rng = torch.Generator().manual_seed(3)
+    exposure = 50 + 50 * torch.rand(len(columns[0]["x"]), generator=rng)
+    y = torch.poisson(exposure * 0.1, generator=rng)
+    with_one, without = (
+        sf.fit(sf.Columns(Poisson(), y, offset=offset), columns, Vertical(rounds=2), compile=False)
+        for offset in (exposure.log(), None)
+    )
+    new = {name: {"x": own["x"][:4]} for name, own in zip(with_one.silos, columns, strict=True)}
+    with pytest.raises(InputError, match=r"the fit had an offset .*: give offset="):
+        with_one.predict(new)
+    with pytest.raises(InputError, match="the fit had an offset"):
+        with_one.log_predictive(new, y[:4])
+    assert with_one.predict(new, torch.zeros(4), n=3)["y"].shape == (3, 4)
+    assert without.predict(new, n=3)["y"].shape == (3, 4)
+
+
 @pytest.mark.parametrize("guarded", [True, False])
 def test_nothing_of_new_people_is_stretched_to_their_number(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A response or an offset of one person, or of a number a draw; a column twice as wide, which a program of rows

@@ -297,6 +297,7 @@ class VerticalProblem(NamedTuple):
     device: torch.device
     mode: Mode
     privacy: DP | None = None
+    offset: bool = False  # people had one that is not zero everywhere; known in one process alone
 
 
 class VerticalView(NamedTuple):
