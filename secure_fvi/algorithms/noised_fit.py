@@ -34,7 +34,7 @@ class RowGradients:
     without own latents. It holds no data, so that all silos of a process share its traces."""
 
     def __init__(self, families: Families, lengths: Lengths | None = None) -> None:
-        self.problem, self.move = families.problem, families.move
+        self.problem = families.problem
         self.told = 0 if lengths is None else len(lengths.edges) + 1
         of = families.problem.density, families.local, families.silo, 1, False
         gradients = functools.partial(record_gradients, *of, lengths=lengths)
