@@ -220,6 +220,23 @@ def shown_by(receipt: Countersignature) -> str:
 TOLERANCE_SECONDS = 300.0
 
 
+_WAIT = (
+    "set the clock right; where it is, and was ahead when that row was written, no other is written before that time: "
+    "a row cannot be taken back"
+)
+
+
+def ahead(chain: ChainReader, now: float) -> str:
+    """What is wrong where the newest row is of a time that is yet to come, so that none can follow; empty where it is
+    not. now: seconds since 1970."""
+    if chain.time <= (now + TOLERANCE_SECONDS) * 1e6:
+        return ""
+    return (
+        f"the newest row of the {chain.kind.name} is of {timestamp(chain.time)}, which is yet to come, so that nothing "
+        f"is answered; {_WAIT}"
+    )
+
+
 class Writer(Generic[C]):
     """One party's chain with the key that signs it. clock: seconds since 1970."""
 
@@ -332,7 +349,7 @@ class Writer(Generic[C]):
         if now < last - TOLERANCE_SECONDS * 1e6:
             raise RecordError(
                 f"the clock runs backwards: it reads {timestamp(now)}, the newest row of the {self._whose} "
-                f"is of {timestamp(last)}; set the clock right"
+                f"is of {timestamp(last)}; {_WAIT}"
             )
         return max(now, last)
 

@@ -15,8 +15,8 @@ from secure_fvi.deployment.keeping import expiring
 from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.trail import TRAIL, JobRecord, TrailChain
 from secure_fvi.errors import SecureFVIError
-from secure_fvi.privacy.chain_file import ChainFile, follow_rows
-from secure_fvi.privacy.ledger import read_ledger
+from secure_fvi.privacy.chain_file import ChainFile, ahead, follow_rows
+from secure_fvi.privacy.ledger import Chain, read_ledger
 from secure_fvi.privacy.ledger_account import account
 
 _SOON = datetime.timedelta(days=30)
@@ -57,9 +57,9 @@ class Status(NamedTuple):
         return job.outcome or ("open" if job is self.current else "unfinished")
 
     def quiet(self, now: datetime.datetime) -> float:
-        """Seconds since the log's newest row; 0 where no job is open."""
+        """Seconds since the log's newest row; 0 where no job is open, or that is yet to come."""
         is_open = self.current is not None and self.current.outcome is None
-        return (now - self.last).total_seconds() if self.last is not None and is_open else 0.0
+        return max((now - self.last).total_seconds(), 0.0) if self.last is not None and is_open else 0.0
 
 
 def read_status(home: Home, now: datetime.datetime) -> Status:
@@ -78,7 +78,9 @@ def read_status(home: Home, now: datetime.datetime) -> Status:
     tried(lambda: follow_log(home, chain), None)
     if home.policy_file.exists():  # a server has none
         tried(lambda: read_policy(home.policy_file), None)
-    budgets = tried(lambda: _budgets(home), ())
+    ledger = tried(lambda: _ledger(home), None)
+    budgets = tried(lambda: _budgets(ledger), ())
+    problems += [said for found in (chain, ledger) if found is not None and (said := ahead(found, now.timestamp()))]
     soon = tried(lambda: tuple(line for needed, line in expiring(home, now, _SOON, keys=False) if needed), ())
     last = datetime.datetime.fromtimestamp(chain.time / 1e6, now.tzinfo) if chain.length else None
     jobs = tuple(chain.jobs.values())
@@ -101,9 +103,12 @@ def follow_log(home: Home, chain: TrailChain) -> None:
         file.close()
 
 
-def _budgets(home: Home) -> tuple[BudgetLeft, ...]:
-    if not home.ledger_file.exists():
+def _ledger(home: Home) -> Chain | None:
+    return read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
+
+
+def _budgets(chain: Chain | None) -> tuple[BudgetLeft, ...]:
+    if chain is None:
         return ()
-    chain = read_ledger(home.ledger_file, home.id)[home.id]
     found = [account(chain, data_set) for data_set in chain.budgets]
     return tuple(BudgetLeft(a.data_set, a.budget.epsilon, a.remaining) for a in found)

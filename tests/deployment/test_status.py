@@ -59,6 +59,19 @@ def run(*arguments: str) -> int:
     return int(stopped.value.code or 0)
 
 
+@pytest.mark.parametrize("minutes", [30 * 24 * 60, 4])
+def test_rows_of_a_clock_that_was_ahead_are_a_problem(busy: World, minutes: int) -> None:
+    """For as long the site answers nothing, and a monitor read that all was well, quiet for less than no time. The
+    control: a clock that is behind by a step of NTP, which is waited out."""
+    home = busy.homes["north"]
+    found = read_status(home, now() - minutes * DAY / 24 / 60)
+    ahead = [line for line in found.problems if "which is yet to come, so that nothing is answered" in line]
+    assert [line.split(" is of ")[0] for line in ahead] == (
+        ["the newest row of the audit-log", "the newest row of the ledger"] if minutes > 5 else []
+    )
+    assert found.quiet(now() - minutes * DAY / 24 / 60) >= 0
+
+
 def test_a_busy_site(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
     home = str(busy.homes["north"].path)
     assert run("--home", home, "--json") == 0
