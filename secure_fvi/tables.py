@@ -609,6 +609,10 @@ def _renumbered(
 # ---- opening: what may be read, and what a query may say ----
 
 
+#: A name that no table has.
+_HELD = '"rows, held"'
+
+
 @dataclasses.dataclass(frozen=True)
 class Opened:
     """Tables that were let in. rows: SQL for the rows in use, with columns c0, c1, ...; types: DuckDB's, by name;
@@ -623,6 +627,14 @@ class Opened:
     def fetch(self, sql: str) -> dict[str, npt.NDArray[Any]]:
         """Columns of `sql`, which is our own; missing ones masked."""
         return self.connection.execute(sql).fetchnumpy()
+
+    def held(self) -> Opened:
+        """The same with its rows in memory, if they fit: each statement reads and plans the whole table otherwise."""
+        try:
+            self.connection.execute(f"CREATE TABLE {_HELD} AS SELECT * FROM {self.rows}")
+        except _duckdb().Error:  # too large; what is wrong with it the next statement says
+            return self
+        return dataclasses.replace(self, rows=f"{_HELD} AS rows_in_use")
 
 
 @contextmanager

@@ -1606,3 +1606,21 @@ def test_many_rows_with_ids_come_in_their_order(tmp_path: Path, monkeypatch: pyt
     assert [moved() for _ in range(3)] == [0, 0, 0]
     monkeypatch.setattr(tables, "THREADS", "4")
     assert any(moved() > rows // 100 for _ in range(10))
+
+
+@pytest.mark.parametrize("memory", ["2GB", "128MB"])
+def test_rows_are_held_where_there_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    """A draft asks of each column by itself, and each time the table was read and all its columns planned: 40 s of 250
+    columns of three rows. The control has too little memory, and reads the file again."""
+    monkeypatch.setattr(tables, "MEMORY", memory)
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n" + "".join(f"{i},{i:03000}\n" for i in range(60_000)))
+    with tables.opened(path) as found:
+        held, many = found.held(), "SELECT count(c0) AS n FROM "
+        assert (held is found) == (memory == "128MB")
+        assert held.fetch(many + held.rows)["n"].tolist() == [60_000]
+        path.unlink()
+        if held is not found:
+            assert held.fetch(many + held.rows)["n"].tolist() == [60_000]
+        with pytest.raises(duckdb.Error):
+            found.fetch(many + found.rows)

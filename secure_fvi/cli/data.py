@@ -63,7 +63,8 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
             raise DataError("it has no rows, and a dictionary is drafted from what stands in them")
         if all(re.fullmatch(NUMBER, name) for name in found.types):
             raise DataError("all names of columns are numbers: is its first line a record? Put one with names above it")
-        drafted = {name: _draft(found, name, f"c{i}") for i, name in enumerate(found.types)}
+        held = found.held()
+        drafted = {name: _draft(held, name, f"c{i}") for i, name in enumerate(held.types)}
     text = Dictionary(drafted).to_toml(blank=("unit",)).rstrip("\n") + "\n"
     click.echo(
         "levels and ranges are this table's own, rare ones among them: whoever gets the draft learns them. Put "
