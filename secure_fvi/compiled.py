@@ -240,9 +240,13 @@ class TracedOnMade(Traced):
             made = self._made(*args)
             self.record_axis = (None,) * len(made)
             try:
-                self._trace((), made, flatten(made))
+                with Calls() as calls:
+                    self._trace((), made, flatten(made))
+                if calls.failed:  # and were caught: it may go another way where it is traced
+                    raise _OtherNumbers
             except Exception:  # the program fails on what is made
                 self.mode = "eager"
+                self._traces.clear()
         if not self._traces:
             return self.fn
         run, build = self._traces[()]
@@ -291,17 +295,22 @@ def trace_graph(
 
 
 class Calls(TorchFunctionMode):
-    """Counts calls of PyTorch, and ends what makes more than `most`."""
+    """Counts calls of PyTorch, ends what makes more than `most`, and notes those that fail, caught or not."""
 
     def __init__(self, most: float = math.inf) -> None:
         super().__init__()
         self.made, self.most = 0, most
+        self.failed = set[str]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.made += 1
         if self.made > self.most:
             raise _TooLong
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.failed.add(getattr(func, "__name__", "a call"))
+            raise
 
 
 def lean(module: GraphModule, merged: bool = True) -> GraphModule:

@@ -8,7 +8,6 @@ safetensors.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import operator
@@ -27,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.compiled import flatten
+from secure_fvi.compiled import Calls, flatten
 from secure_fvi.density import (
     Layout,
     LogDensity,
@@ -643,9 +642,10 @@ class _Seen(TorchDispatchMode):
         return {str(packet).removeprefix("aten.") for packet in self._called}
 
 
-class _Rules(TorchFunctionMode):
+class _Rules(Calls):
     """Notes functions that bring a derivative of their own, but for this package's: mapped over records they go by a
-    rule of their own, or of what they call, which sees all records at once."""
+    rule of their own, or of what they call, which sees all records at once. And calls that fail: a program may catch
+    that and go another way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -655,25 +655,29 @@ class _Rules(TorchFunctionMode):
         of = args[0] if args else None
         if isinstance(of, type) and issubclass(of, torch.autograd.Function) and not of.__module__.startswith(_PACKAGE):
             self.names.add(f"{of.__name__} (a torch.autograd.Function)")
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def untested_operations(call: Callable[[], Any]) -> list[str]:
-    """The operations that `call` uses and that no test has found to keep records apart when it is mapped over them."""
+    """The operations that `call` uses and that no test has found to keep records apart when it is mapped over them; and
+    what fails in it, since what else it would use is not known."""
     packets, names = used_operations(call)
     return sorted((packets - _PURE - _ALSO_APART - {f"{name}_" for name in _PURE}) | names)
 
 
 def used_operations(call: Callable[[], Any]) -> tuple[set[str], set[str]]:
-    """The operations that `call` uses, and the functions with a derivative of their own."""
+    """The operations that `call` uses; and the functions with a derivative of their own, and what fails."""
 
     def within(x: Tensor) -> Tensor:  # a transform, without which PyTorch calls such functions unseen
         call()
         return x
 
-    with _Seen() as seen, _Rules() as rules, contextlib.suppress(Exception):  # what fails has used what it has used
-        torch.func.vjp(within, torch.zeros(()))
-    return seen.packets, rules.names
+    with _Seen() as seen, _Rules() as rules:
+        try:
+            torch.func.vjp(within, torch.zeros(()))
+        except Exception as error:  # what fails has used what it has used
+            rules.failed = rules.failed or {f"what raises {type(error).__name__}"}
+    return seen.packets, rules.names | {f"{name} (which fails on a made record)" for name in rules.failed}
 
 
 def _reckoned(run: Callable[..., Any], *sizes: Any) -> Any:

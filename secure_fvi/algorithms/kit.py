@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -54,7 +55,7 @@ from secure_fvi.algorithms.base import (
 from secure_fvi.compiled import TracedOnMade, flatten, threads
 from secure_fvi.disclosure import Sums
 from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
-from secure_fvi.exported import GraphDensity, untested_operations
+from secure_fvi.exported import GraphDensity, untested_operations, used_operations
 from secure_fvi.families import Conditional
 from secure_fvi.later import Later
 from secure_fvi.privacy.gate import MOST_ROWS, Gate, NoisedSum, Release
@@ -541,7 +542,7 @@ class EachAlone:
         self._mapped, self._alone = gradients(), gradients(mapped=False)
         self.run = TracedOnMade(self.together, lambda *args: made(None, *args), problem.mode)
         self.length = rows_at_once(numbers)
-        self._seen: list[Tensor] | None = None  # what was shared when it was looked at
+        self._seen: list[Tensor] | None = None  # with what it was looked at
 
     def together(self, *args: Any) -> Any:
         """What it gives with these arguments, however many records they have."""
@@ -566,13 +567,17 @@ class EachAlone:
             yield evaluated(block, step, size)
 
     def _look(self, args: tuple[Any, ...]) -> None:
-        """At what it uses with these shared values, until it is traced; a graph uses the same with any."""
-        shared, seen, graph = flatten(args[0]), self._seen, isinstance(self._problem.density, GraphDensity)
-        known = seen is not None and (graph or all(map(torch.equal, shared, seen)))
-        if known or self.run.traced or self._mapped is self._alone:
+        """At what it uses for a made record with what is given besides, until it is traced: alone, and mapped, where it
+        may go another way. A graph uses the same with any."""
+        if self.run.traced or self._mapped is self._alone:
             return
-        self._seen, made = shared, self._takes(*self._made(1, *args))
-        if found := untested_operations(lambda: self._alone(*made)):
+        made = self._made(1, *args)
+        given, seen, graph = flatten(made), self._seen, isinstance(self._problem.density, GraphDensity)
+        if seen is not None and (graph or all(map(torch.equal, given, seen))):
+            return
+        self._seen, taken = given, self._takes(*made)
+        alone, mapped = (functools.partial(run, *taken) for run in (self._alone, self._mapped))
+        if found := sorted({*untested_operations(alone), *used_operations(mapped)[1]}):
             self._mapped, self.run.mode, self.length = self._alone, "eager", FEWEST_ROWS
             warn_one_by_one(found)
 

@@ -85,6 +85,28 @@ def test_a_predictor_with_rules_of_its_own_is_refused(monkeypatch: pytest.Monkey
     assert gaps(build, ROUNDS).max() > 2
 
 
+def _catches(x: Tensor) -> Tensor:
+    """Mapped over people, a number cannot be read."""
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    try:
+        float(x.sum())
+        return z * x[:, 0]
+    except RuntimeError:
+        return z * Stabilised.apply(x[:, 0])  # type: ignore[no-untyped-call]
+
+
+def test_a_predictor_that_goes_another_way_where_it_is_mapped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control, where nobody minds what failed and was caught: one person moves all others' rows."""
+
+    def build(changed: bool) -> Any:
+        return columns_world(changed, _catches, 7, ROUNDS)
+
+    with pytest.raises(InputError, match="it catches that __float__ fails"):
+        build(False)
+    monkeypatch.setattr(compiled.Calls, "failed", property(lambda self: set(), lambda *_: None), raising=False)
+    assert gaps(build, ROUNDS).max() > 2
+
+
 def test_people_evaluated_again_in_another_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     monkeypatch.setattr(steps, "evaluated", _one_by_one)

@@ -27,8 +27,8 @@ from torch import Tensor
 from secure_fvi.algorithms.kit import Rows, evaluated
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor, each_alone, log_normal
-from secure_fvi.compiled import Mode, TracedOnMade, flatten, structure, threads
-from secure_fvi.errors import SecureFVIWarning, one_line
+from secure_fvi.compiled import Calls, Mode, TracedOnMade, flatten, structure, threads
+from secure_fvi.errors import SecureFVIWarning, UntestedOperation, one_line
 from secure_fvi.families import GlobalFamily, global_family
 from secure_fvi.families.gaussian import Point
 from secure_fvi.optimizers import Optimizer, local_units, mean_units
@@ -352,8 +352,11 @@ class ByRecord:
         self._warned = False
 
     def check(self, shared: Any) -> None:
-        """Evaluate made records; raises what the function raises. Call it before any record is evaluated."""
-        found = self.function(shared, self.made(2))
+        """Evaluate made records; raises what the function raises or catches. Call it before any record is evaluated."""
+        with Calls() as calls:
+            found = self.function(shared, self.made(2))
+        if calls.failed:
+            raise UntestedOperation(f"it catches that {', '.join(sorted(calls.failed))} fails, and goes another way")
         self._like, self._build = flatten(found), structure(found)
 
     def __call__(self, shared: Any, records: Any) -> Any:
