@@ -131,6 +131,11 @@ class Column:
             raise InputError("low is above high")
 
 
+def folded(text: str) -> str:
+    """Text but for case, and for how accents and blanks are stored, which nobody sees."""
+    return unicodedata.normalize("NFKC", text).casefold()
+
+
 def has_controls(text: str) -> bool:
     """Whether it holds what begins a line or moves a cursor."""
     return not text.isprintable() and any(unicodedata.category(c) in ("Cc", "Zl", "Zp") and c != "\t" for c in text)

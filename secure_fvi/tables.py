@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from secure_fvi.dictionary import DATE, NUMBER, TOLD_APART, Column, Dictionary, Missing
+from secure_fvi.dictionary import DATE, NUMBER, TOLD_APART, Column, Dictionary, Missing, folded
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import check_aligned, is_gap
 from secure_fvi.runs.config import OTHERS, RECORD_ID, TABLE
@@ -585,11 +585,12 @@ def _coded_ids(texts: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[str
 
 
 def _warn_of_letters(name: str, ids: Sequence[str]) -> None:
-    """Of ids that upper and lower case alone tell apart, as of one person who was typed in twice."""
-    if alike := len(ids) - len({text.casefold() for text in ids}):
+    """Of ids that case, or how accents are stored, alone tell apart, as of one person who was typed in twice."""
+    if alike := len(ids) - len({folded(text) for text in ids}):
         warnings.warn(
-            f"column '{name}': {alike} of {len(ids)} ids are others in upper or lower case, and taken for "
-            "different ones; where they are the same, say so by the query, as lower(...)",
+            f"column '{name}': {alike} of {len(ids)} ids are others in upper or lower case, or in how accents and "
+            "blanks are stored, and taken for different ones; where they are the same, say so by the query, as "
+            "lower(nfc_normalize(...))",
             SecureFVIWarning,
             stacklevel=2,
         )

@@ -1548,15 +1548,16 @@ def test_a_million_rows_of_fifty_columns(tmp_path: Path, ending: str, how: str, 
     assert max(float(most), float(with_digest)) < 1.5
 
 
-def test_ids_that_case_alone_tells_apart_are_told_of() -> None:
+@pytest.mark.parametrize("again", ["E003 \u00e9", "e003 e\u0301", "e003\u00a0\u00e9"])
+def test_ids_that_case_or_how_accents_are_stored_alone_tells_apart_are_told_of(again: str) -> None:
     """Their number, and no id. The control: ids that differ in more."""
     of = Dictionary({"person": Column("id")})
     with pytest.warns(SecureFVIWarning, match="column 'person': 1 of 3 ids are others in upper or lower") as told:
-        code_columns({"person": ["e003", "E003", "e004"]}, of)
+        code_columns({"person": ["e003 \u00e9", again, "e004"]}, of)
     assert "e003" not in str(told[0].message).lower()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        code_columns({"person": ["e003", "e004", "E005"]}, of)
+        code_columns({"person": ["e003 \u00e9", "e003 e", "E005"]}, of)
 
 
 def test_rows_of_a_union_come_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

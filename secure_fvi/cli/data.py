@@ -374,18 +374,21 @@ def _by_query(name: str, what: str) -> str:
 
 def _levels(found: Sequence[str]) -> str:
     """What to look at of the levels of a category, in the order of the alphabet."""
-    from secure_fvi.dictionary import NUMBER
+    from secure_fvi.dictionary import NUMBER, folded
 
-    said, small = "", [v.lower() for v in found]
+    said, small = "", list(map(folded, found))
     stand_ins = [v for v in found if re.fullmatch(NUMBER, v) and float(v) in _SENTINELS]
     stand_ins = stand_ins if any(not re.search(r"\d", v) for v in found) else []
     if stand_ins or (words := [v for v in found if v.lower() in _WORDS]):
         many = f"{' and '.join(stand_ins)} among words" if stand_ins else f"'{' and '.join(words)}' among levels"
         said = f"{many}: codes of a missing value? Put such into missing, out of levels"
     if len(set(small)) < len(found):
-        alike = " and ".join(f"'{v}'" for v in found if small.count(v.lower()) > 1)
+        alike = " and ".join(f"'{v}'" for v in found if small.count(folded(v)) > 1)
+        other = len({v.lower() for v in found}) > len(set(small))
+        stored, one = (", or in how accents and blanks are stored", "nfc_normalize(...)") if other else ("", "...")
         said = _both(
-            said, f"{alike} differ in case alone, and are other levels: make them one by lower(...) in a query"
+            said,
+            f"{alike} differ in case alone{stored}, and are other levels: make them one by lower({one}) in a query",
         )
     if len(found) == 1:
         said = _both(said, _ALONE)

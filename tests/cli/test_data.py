@@ -158,7 +158,9 @@ WRITTEN: list[tuple[list[str], str, tuple[str, ...], str]] = [
     (["2021-03-05", "05/03/2021"], "id", (), "dates in another form"),
     (["Yes", "No", "Yes"], "category", (), ""),
     (["TRUE", "false"], "boolean", (), ""),
-    (["Yes", "yes", "no"], "category", (), "'Yes' and 'yes' differ in case alone"),
+    (["Yes", "yes", "no"], "category", (), "'Yes' and 'yes' differ in case alone, and are"),
+    (["Jos\u00e9", "Jose\u0301", "Ana"], "category", (), "or in how accents and blanks are stored, and are"),
+    (["Jos\u00e9", "Jose", "Ana"], "category", (), "order of the alphabet"),  # the control
     (["yes"], "category", (), "one value alone"),
     (["0"], "boolean", (), "one value alone"),
     (["27.5"], "number", (), "one value alone"),
