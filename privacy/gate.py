@@ -458,11 +458,12 @@ class Gate:
 
     def _pay(self, phase: str, index: int) -> None:
         """Spend before release: nothing has left yet, and nothing does where this raises. A ledger that cannot be used,
-        as where a clock was set back, is a RecordError: an InputError would be taken for a fault of the data."""
+        as where a clock was set back or a file may not be opened, is a RecordError: another error would be taken for a
+        fault of the data, whose program may raise it."""
         assert self._charge is not None
         try:
             self._charge(phase, index)
-        except InputError as error:
+        except (InputError, OSError) as error:
             raise RecordError(str(error)) from error
         self.paid += 1
 

@@ -210,6 +210,32 @@ def test_a_clock_that_is_set_back_is_named_by_a_silo_that_is_charged(
         assert silo.gate.paid == 1
 
 
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_file_that_may_not_be_opened_is_no_fault_of_the_data_that_are_charged(
+    monkeypatch: pytest.MonkeyPatch, steps: bool, rule: bool
+) -> None:
+    """As `seen.sqlite`, which somebody else owns since it was copied. The control hands the system's error on: the silo
+    said something else, and of a fit by noised steps answered nothing any more."""
+    rows = [{"x": torch.ones(4), "y": torch.ones(4)} for _ in range(3)]
+    options: Any = {"private": "steps", "local_steps": 2, "scale_rate": 0.5} if steps else {}
+    server, engine, _ = build_parties(
+        sf.FederatedModel(_line, "row"), rows, sf.PVI(rounds=1, **options), sf.Plain(), compile=False,
+        privacy=sf.RecordDP(noise_multiplier=2.0, noise="silo", retries=0),
+    )  # fmt: skip
+    silo = engine.silos["silo-2"]
+    if not rule:
+        monkeypatch.setattr(Gate, "_pay", _charge_as_it_is)
+    with monkeypatch.context() as patched:
+        patched.setattr(silo.gate, "_charge", lambda *_: Path("/proc/version/seen.sqlite").touch())
+        with pytest.raises((RecordError, AggregationError, ProtocolError)) as caught:
+            engine.run(server.round())
+    assert ("seen.sqlite" in str(caught.value)) == rule
+    assert silo.past.failed == (steps and not rule)
+    if rule:
+        assert engine.run(server.round()).finished
+
+
 @pytest.mark.parametrize("slot", ["question/", "party/state"])
 @pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
 def test_a_disk_that_was_full_for_one_write_is_no_fault_of_the_data(
