@@ -244,7 +244,8 @@ class TracedOnMade(Traced):
                     self._trace((), made, flatten(made))
                 if calls.failed:  # and were caught: it may go another way where it is traced
                     raise _OtherNumbers
-            except Exception:  # the program fails on what is made
+            except Exception as error:  # the program fails on what is made
+                _log.warning("%s is not traced and runs as it is, slowly: %s", self.name, reason(error))
                 self.mode = "eager"
                 self._traces.clear()
         if not self._traces:

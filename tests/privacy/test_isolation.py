@@ -429,13 +429,14 @@ def _shared_alone(look: Callable[..., None]) -> Callable[..., None]:
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_program_that_goes_another_way_than_where_it_was_looked_at_mixes_no_records(
-    program: Callable[..., None], algorithm: str, monkeypatch: pytest.MonkeyPatch
+    program: Callable[..., None], algorithm: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The control, as it was: nobody minded what failed in a look, or in a trace, and only what is shared made one
     due."""
     monkeypatch.setattr(compiled, "TRACE_AFTER_CALLS", 3 if program is where_traced else 30)
     build, rounds = functools.partial(another_way, program, algorithm), 2 if algorithm == "steps" else 8
     assert 0.3 < gaps(build, rounds).max() <= 1 + 1e-9
+    assert ("is not traced and runs as it is, slowly" in caplog.text) == (program is where_traced)
     if program is where_its_silo_is:
         monkeypatch.setattr(kit.EachAlone, "_look", _shared_alone(kit.EachAlone._look))
     else:
