@@ -17,6 +17,7 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError, RecordError, SecureFVIError, SecureFVIWarning
 from secure_fvi.key_files import key_path
 from secure_fvi.privacy import chain, chain_file
+from secure_fvi.privacy.chain import is_time
 from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term, read_ledger
 from secure_fvi.privacy.ledger_account import account, entries, verify
@@ -334,6 +335,13 @@ def test_only_the_owner_reads_the_files(tmp_path: Path) -> None:
     assert modes.pop("ledger.sqlite.keys") == 0o700
     assert {"ledger.sqlite", "ledger.sqlite-wal", "a.pem"} <= modes.keys()
     assert set(modes.values()) == {0o600}
+
+
+@pytest.mark.parametrize("time", [1e15, True, "2020", b"2020", None, -1, 253_402_300_800_000_000])
+def test_what_a_row_of_a_file_may_hold_in_place_of_a_time_is_none(time: object) -> None:
+    """The control is the last microsecond that dates have."""
+    assert not is_time(time)
+    assert is_time(253_402_300_799_999_999)
 
 
 @pytest.mark.parametrize("year", [1969, 10_000])
