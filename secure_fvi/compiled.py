@@ -242,7 +242,7 @@ class TracedOnMade(Traced):
             try:
                 with Calls() as calls:
                     self._trace((), made, flatten(made))
-                if calls.failed:  # and were caught: it may go another way where it is traced
+                if calls.failed and self._traces:  # they were caught: it may go another way where it is traced
                     raise _OtherNumbers
             except Exception as error:  # the program fails on what is made
                 _log.warning("%s is not traced and runs as it is, slowly: %s", self.name, reason(error))

@@ -25,8 +25,14 @@ from secure_fvi.families import Params
 #: What says in a verdict's details that it was looked for other modes; kinds of components that are named; how near
 #: those of a point are alike; and what to do.
 _LOOKED, _SEVERAL, _STILL_ALIKE = "mean_error_sd", 3, 1e-4
-_ORDER = "give components an order in the program (an ordered vector, or priors apart)"
-_SIGN = "give one of them a sign in the program (a positive support)"
+_SAID = {
+    False: (
+        "components change places",
+        "order",
+        "give components an order in the program (an ordered vector, or priors apart)",
+    ),
+    True: ("signs change", "sign", "give one of them a sign in the program (a positive support)"),
+}
 _START_APART = "begin with components apart (start={...} of the model)"
 _START_OFF = "begin away from zero (start={...} of the model)"
 #: Made records: normal numbers of such scales, positive ones where that is negative, and whole ones up to such.
@@ -51,26 +57,25 @@ def of_one_order(found: Verdict, problem: Problem, posterior: Posterior) -> Verd
         kinds = [kind for kind in kinds if _far(kind.by, problem, posterior)]
     if not kinds:
         return found
-    orders, signs = ([kind for kind in kinds if kind.signs == signs] for signs in (False, True))
-    where = (("components change places", orders), ("signs change", signs))
+    said = [(*_SAID[signs], of) for signs in (False, True) if (of := [kind for kind in kinds if kind.signs == signs])]
     same = "whatever the data, the posterior is the same where " + " and where ".join(
-        f"{what} ({'; or '.join(str(kind) for kind in of[:_SEVERAL])}{'; and others' if len(of) > _SEVERAL else ''})"
-        for what, of in where if of
-    )  # fmt: skip
-    noun = " and ".join([*["order"] * bool(orders), *["sign"] * bool(signs)])
+        f"{what} ({'; or '.join(map(str, of[:_SEVERAL]))}{'; and others' if len(of) > _SEVERAL else ''})"
+        for what, _, _, of in said
+    )
+    one, several = (" and ".join(noun + end for _, noun, _, _ in said) for end in ("", "s"))
     if found.converged and not looked:  # a point at rest
         at = posterior.eta["loc"].cpu().double()
         alike = [kind for kind in kinds if torch.allclose(kind.by(at), at, rtol=0.0, atol=_STILL_ALIKE)]
         if not alike:
             return found
-        why = f"{same}, and at the point that was found these are alike, which may be a saddle between their {noun}s"
+        why = f"{same}, and at the point that was found these are alike, which may be a saddle between their {several}"
         remedy = _START_OFF if all(kind.signs for kind in alike) else _START_APART
         return found._replace(converged=None, reason=f"{found.reason}, but {why}", remedy=remedy, narrow=True)
     why = (
-        f"{same}, and this run did not look at their other {noun.replace(' ', 's ', 1)}s: what it says of them is of "
-        f"one {noun} at most, and of none where silos or rounds differ in it"
+        f"{same}, and this run did not look at their other {several}: what it says of them is of one {one} at most, "
+        "and of none where silos or rounds differ in it"
     )
-    advice = [*[_ORDER] * bool(orders), *[_SIGN] * bool(signs)]
+    advice = [remedy for _, _, remedy, _ in said]
     if found.converged:
         return found._replace(converged=False, reason=f"{found.reason}, but {why}", remedy="; ".join(advice))
     remedy = "; ".join(part for part in (found.remedy, *advice) if part)
@@ -120,7 +125,7 @@ def exchanges(problem: Problem) -> list[Exchange]:
     Of made records, so that no data are asked. A silo's and its records' own latents change along.
     """
     layout = problem.layout
-    found, sites = list[Exchange](), list[tuple[set[str], bool]]()
+    found = list[Exchange]()
     ends = itertools.accumulate(s.size for s in _in_order(layout))
     at = {s.name: torch.arange(e - s.size, e) for s, e in zip(_in_order(layout), ends, strict=True)}
     n, shared = sum(s.size for s in layout.sites), layout.size("global")
@@ -133,11 +138,10 @@ def exchanges(problem: Problem) -> list[Exchange]:
     made = _Made(problem)
     tried = [m for m, same in zip(tried, made.same([m.by for m in tried], 1, 1), strict=True) if same]
     for m in sorted(tried, key=lambda m: len(m.sites)):
-        known = (names for names, signs in sites if signs == m.signs)
+        known = (set(of.sites) for of in found if of.signs == m.signs)
         if any(names <= set(m.sites) for names in known) or not made.same([m.by])[0] or not made.valley(m.by):
             continue
         found.append(m._replace(by=_first(m.by, shared)))
-        sites.append((set(m.sites), m.signs))
     return found
 
 

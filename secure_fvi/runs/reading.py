@@ -28,17 +28,17 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     table, folder = wording.read_toml(content, str(path)), path.resolve().parent
     privacy = table.get("privacy")
     if isinstance(privacy, dict) and isinstance(ledger := privacy.get("ledger"), str) and ledger:
-        privacy["ledger"] = _beside(path, ledger)  # one that is typed lies where it is typed
+        privacy["ledger"] = _beside(path, folder, ledger)  # one that is typed lies where it is typed
     for text in overrides:
         override(table, text)
     config = parse(table, str(path))
     return _absolute(config, folder)
 
 
-def _beside(path: Path, ledger: str) -> str:
+def _beside(path: Path, folder: Path, ledger: str) -> str:
     """Where a ledger lies that a configuration names. Raises InputError for one where earlier versions had it, the
     folder in which the command is typed: of the budget it has what was spent."""
-    found = path.resolve().parent / ledger
+    found = folder / ledger
     if not found.exists() and (before := Path(ledger)).exists():
         raise InputError(
             f"{path}: privacy.ledger: it lies beside the configuration, where there is none; '{before.absolute()}', "

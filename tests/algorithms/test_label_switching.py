@@ -262,42 +262,38 @@ def fitted(model: Any, silos: list[Any], algorithm: Any, privacy: Any = None) ->
     return result, " ".join(str(w.message) for w in caught)
 
 
+def loaded(count: int, seed: int) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    f = torch.randn(count, 1, generator=rng)
+    return {"y": f * torch.tensor([1.0, -2.0, 0.0, 1.5]) + 0.5 * torch.randn(count, 4, generator=rng)}
+
+
+SIGNS = "the posterior is the same where signs change"
+
+
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("private", [False, True])
-def test_a_run_that_does_not_look_at_other_orders_says_so(private: bool) -> None:
-    """In its warning, its summary and its result. The controls have components in an order, by themselves or by priors;
-    without the check the first says nothing of it."""
-    silos = [clusters(60, seed) for seed in range(3)]
+@pytest.mark.parametrize(
+    ("made", "models", "same", "details"),
+    [(clusters, (two, in_order, apart), SAID, ""),
+     (loaded, (factor, first_is_positive), SIGNS, " (first, load and f), and this run did not look at their other")],
+    ids=["orders", "signs"],
+)  # fmt: skip
+def test_a_run_that_does_not_look_at_other_orders_or_signs_says_so(
+    made: Any, models: tuple[Any, ...], same: str, details: str, private: bool
+) -> None:
+    """In its warning, its summary and its result. The controls have components in an order, by themselves or by priors,
+    or a first loading that is positive; without the check the first says nothing of it."""
+    silos = [made(60, seed) for seed in range(3)]
     privacy = sf.RecordDP(epsilon=8.0, delta=1e-5, clipping_norm=3.0, noise="silo") if private else None
-    for model in (two, in_order, apart):
+    for model in models:
         result, warned = fitted(model, silos, sf.SFVI(iterations=10), privacy)
         assert result.converged is None
         for said in (warned, str(result.summary()), result.convergence["reason"]):
-            assert (SAID in said) == (model is two)
+            assert (same + details in said) == (same in said) == (model is models[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(label_switching, "exchanges", lambda problem: [])
-        assert SAID not in fitted(two, silos, sf.SFVI(iterations=10), privacy)[1]
-
-
-@pytest.mark.usefixtures("untraced")
-@pytest.mark.parametrize("private", [False, True])
-def test_a_run_that_does_not_look_at_other_signs_says_so(private: bool) -> None:
-    """As of orders. The control has a first loading that is positive; without the check the other says nothing."""
-    silos = []
-    for seed in range(3):
-        rng = torch.Generator().manual_seed(seed)
-        f = torch.randn(60, 1, generator=rng)
-        silos.append({"y": f * torch.tensor([1.0, -2.0, 0.0, 1.5]) + 0.5 * torch.randn(60, 4, generator=rng)})
-    privacy = sf.RecordDP(epsilon=8.0, delta=1e-5, clipping_norm=3.0, noise="silo") if private else None
-    said = "the posterior is the same where signs change (first, load and f), and this run did not look at their other"
-    for model in (factor, first_is_positive):
-        result, warned = fitted(model, silos, sf.SFVI(iterations=10), privacy)
-        assert result.converged is None
-        for found in (warned, str(result.summary()), result.convergence["reason"]):
-            assert (said in found) == (model is factor)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(label_switching, "exchanges", lambda problem: [])
-        assert "signs change" not in fitted(factor, silos, sf.SFVI(iterations=10), privacy)[1]
+        assert same not in fitted(models[0], silos, sf.SFVI(iterations=10), privacy)[1]
 
 
 def test_a_point_at_which_a_sign_is_still_to_be_chosen_is_not_called_converged() -> None:
