@@ -57,7 +57,7 @@ from secure_fvi.deployment.session_messages import (
 )
 from secure_fvi.deployment.trail import CHARGED, Trail
 from secure_fvi.driving import Run
-from secure_fvi.errors import InputError, PolicyError, ProtocolError
+from secure_fvi.errors import InputError, PolicyError, ProtocolError, RecordError
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import own_bytes, own_file, write_atomically
 from secure_fvi.privacy.gate import Gate, KeptNoise
@@ -70,12 +70,16 @@ _log = logging.getLogger(__name__)
 _NOISE = "response.noise"
 
 
-def _kept_secret(path: Path, home: Home, job: str) -> bytes:
-    """32 bytes of this site's own, sealed in `path`; drawn where there are none."""
+def _kept_secret(path: Path, home: Home, job: str, begun: bool) -> bytes:
+    """32 bytes of this site's own, sealed in `path`; drawn where there are none and the job was not `begun` with any.
+    Raises RecordError."""
     sealer = Sealer(home.state_secret(), b"response-noise")
+    remedy = "put its newest copy back: what was released before it was lost would get other noise"
     if not path.exists():
+        if begun:
+            raise RecordError(f"'{path}' is gone, from which noise of job '{job}' follows; {remedy}")
         write_atomically(path, sealer.seal(job, os.urandom(32)), private=True)
-    with own_file(path, "put its newest copy back: what was released before it was lost would get other noise"):
+    with own_file(path, remedy):
         return sealer.open(job, path.read_bytes())
 
 
@@ -176,7 +180,9 @@ class ServerColumns:
         tables, terms = self.algorithm.program(problem).of_holder()
         check_terms(terms, self._policy)
         warn_of_large_delta(terms, {home.id: problem.records})
-        noise = KeptNoise(_kept_secret(folder / _NOISE, home, offer.job))
+        before = trail.chain.jobs.get(offer.job)
+        begun = before is not None and CHARGED in before.omissions
+        noise = KeptNoise(_kept_secret(folder / _NOISE, home, offer.job, begun))
         job, budget = declared_job(offer.job, offer.data_set, terms, self.algorithm.name, noise)
         ledger = open_ledger(home, self._policy)
         try:

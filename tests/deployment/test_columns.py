@@ -91,7 +91,15 @@ from secure_fvi.deployment.trail_verify import _exchanges, compare, verify
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.driving import Progress
 from secure_fvi.engines.stream_server import StreamServer
-from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.errors import (
+    BudgetError,
+    DataError,
+    InputError,
+    PolicyError,
+    ProtocolError,
+    RecordError,
+    SecureFVIError,
+)
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.models.vertical_poisson import SCALE, Areas, simulate
@@ -1197,6 +1205,16 @@ def test_what_a_server_releases_of_a_response_is_charged_once(
     assert draws[0] == draws[1] != draws[2]
     again = [NoiseSource(bytes(32)).generator("x", 1).normal() for _ in range(2)]  # by the sum: of any numbers
     assert again[0] == again[1]
+    kept = (folder / "response.noise").read_bytes()
+    (folder / "response.noise").unlink()
+    with pytest.raises(RecordError, match=r"response.noise' is gone, from which noise of job 'one' follows; put its"):
+        released(rows, 1)
+    drawn = columns_server._kept_secret
+    with monkeypatch.context() as patched:
+        patched.setattr(columns_server, "_kept_secret", lambda *given: drawn(*given[:3], False))
+        with pytest.raises(ProtocolError, match="charged already, for other bytes"):
+            released(rows, 1)
+    (folder / "response.noise").write_bytes(kept)
     newest = home.ledger_file.read_bytes()
     for wal in home.path.glob("ledger.sqlite-*"):
         wal.unlink()

@@ -309,7 +309,7 @@ _READERS: dict[str, Callable[[Path, Home], Any]] = {
         cast(ServerColumns, SimpleNamespace(holder="east")), {}, folder, cast(Any, None)
     ),
     "response.key": lambda folder, home: _opened_by(folder),
-    "response.noise": lambda folder, home: columns_server._kept_secret(folder / "response.noise", home, "job"),
+    "response.noise": lambda folder, home: columns_server._kept_secret(folder / "response.noise", home, "job", True),
 }
 
 
