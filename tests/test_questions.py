@@ -25,6 +25,7 @@ from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.plain import SALT
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.pvi import PVIProgram
 from secure_fvi.deployment.holding import DurableSilo, HeldStore
 from secure_fvi.errors import AggregationError, BoundError, DataError, InputError, ProtocolError
@@ -758,6 +759,30 @@ def test_no_silos_site_is_blown_up() -> None:
         with pytest.raises(ProtocolError, match=r"between 0 and 1|no finite number"):
             tell(silo, message._replace(tensors={**message.tensors, "dampings": lied}))
     tell(silo, message)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [sf.PVI(rounds=3, local_steps=5), sf.BCM(prior="split", total_records=60, local_steps=5)],
+    ids=lambda a: a.name,
+)  # fmt: skip
+def test_a_q_that_is_no_distribution_is_the_messages_fault(monkeypatch: pytest.MonkeyPatch, algorithm: Any) -> None:
+    """And is refused before anything is claimed. The control: the silo's own data could not answer, which its site
+    counts against them."""
+    server, _, silo = parties(algorithm)
+    message, told = asked(server), list[str]()
+    silo.on_event = lambda kind, what: told.append(kind)
+    lie = message._replace(tensors={**message.tensors, "q": -message.tensors["q"]})
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="'silo-1': the q of the broadcast is no distribution"):
+            tell(silo, lie)
+    tell(silo, message)
+    assert not told
+    _, _, silo = parties(algorithm)
+    silo.on_event = lambda kind, what: told.append(kind)
+    monkeypatch.setattr(Natural, "proper", True)
+    with pytest.raises(AggregationError):
+        tell(silo, lie)
+    assert told == ["unanswerable"]
 
 
 def _lacking(limits: Limits, cut: int = 0) -> tuple[Any, Any, list[str]]:

@@ -303,7 +303,7 @@ class BaselineProgram(Program):
 
     def _prior(self, message: Broadcast, view: SiloView) -> Natural:
         """c_j: q as it was sent, or this silo's share of it."""
-        q = self.families.unpack(message.tensors["q"])
+        q = self.families.sent(message, view.silo)
         if not self.config.splits:
             return q
         records = message.scalars[RECORDS]

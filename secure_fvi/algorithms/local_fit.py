@@ -42,7 +42,7 @@ from secure_fvi.algorithms.stationarity import SiloSlope, silo_inputs
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.compiled import Traced, over_draws, waiting
 from secure_fvi.density import LogDensity
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.families import Amortised, Conditional, Full, LocalFamily, Params, global_family
 from secure_fvi.families.conditional import ENCODER
 from secure_fvi.families.gaussian import INITIAL_SCALE, eta_of, unit_lower
@@ -245,6 +245,14 @@ class Families:
 
     def unpack(self, flat: Tensor) -> Natural:
         return unpack(flat.to("cpu", torch.float64), self.n, self.full)
+
+    def sent(self, message: Broadcast, silo: str) -> Natural:
+        """The q that a server sent. Raises ProtocolError for one that no server arrives at, which is no fault of the
+        silo's data."""
+        q = self.unpack(message.tensors["q"])
+        if not q.proper:
+            raise ProtocolError(f"silo '{silo}': the q of the broadcast is no distribution")
+        return q
 
     def move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.problem.device, self.problem.dtype)

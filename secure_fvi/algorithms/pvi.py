@@ -887,7 +887,7 @@ class PVIProgram(Program):
         Of schedules that do not ask all in each round no silo can tell; their rounds' totals tell each silo's term."""
         if REFINE not in self.tables or self.config.schedule != "synchronous":
             return True
-        return bool(len(asked)) and q.proper and refining.near(q_part(q), q_part(self.families.unpack(asked)))
+        return bool(len(asked)) and refining.near(q_part(q), q_part(self.families.unpack(asked)))
 
     def _checked(self, state: PVIState, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
         """After the final sum."""
@@ -1016,10 +1016,11 @@ class PVIProgram(Program):
         self, message: Broadcast, local: PVILocal, view: SiloView, noised_sum: NoisedSum | None = None
     ) -> Answer:
         """noised_sum: of a fit by noised steps."""
+        asked = self.families.sent(message, view.silo)
         local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
         own = {PRESENT: [float(name == view.silo) for name in self.problem.silos], RECORDS: view.size}
         if message.phase == FINISH:
-            if not self._follows(self.families.unpack(message.tensors["q"]), local.asked):
+            if not self._follows(asked, local.asked):
                 raise ProtocolError(
                     f"silo '{view.silo}': the final q is not near the one of the last round that was answered, or none "
                     f"was: it is more than {refining.FROM_Q:.0f} sds off, or more than {refining.LIKE_Q:.0f} times as "

@@ -36,8 +36,9 @@ from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vert
 from secure_fvi.algorithms.vertical.steps import VerticalSilo
 from secure_fvi.algorithms.vertical.vertical import VerticalProgram
 from secure_fvi.disclosure import disclose
-from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.errors import AggregationError, InputError, SecureFVIError
 from secure_fvi.fitting import build_parties
+from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy import gate as gate_module
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
@@ -712,6 +713,124 @@ def test_a_noised_fit_that_looks_at_records_besides_is_found(monkeypatch: pytest
     monkeypatch.setattr(NoisedFit, "__call__", looks)
     _, (one, other) = _apart_and_said(stepped_world, 3)
     assert not any(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---- a server that lies ----
+
+_LIES: dict[str, Callable[[Tensor, Tensor, np.random.Generator], Tensor]] = {
+    "tiny": lambda t, before, rng: t * 1e-30,
+    "large": lambda t, before, rng: t * 1e4,
+    "huge": lambda t, before, rng: t * 1e30,
+    "turned": lambda t, before, rng: -t,
+    "nothing": lambda t, before, rng: torch.zeros_like(t),
+    "near": lambda t, before, rng: t + _normal(t, rng, -3, 1),
+    "any": lambda t, before, rng: _normal(t, rng, -8, 8),
+    "the last": lambda t, before, rng: before if before.shape == t.shape else t,
+}
+#: Of PVI's broadcasts silos know these: what they say of past sums, and units, which follow from q.
+_KNOWN = ("dampings", "sums", "units")
+
+
+def _normal(t: Tensor, rng: np.random.Generator, least: int, most: int) -> Tensor:
+    return torch.as_tensor(rng.normal(size=tuple(t.shape)) * 10.0 ** rng.integers(least, most + 1), dtype=t.dtype)
+
+
+def lied_to(parties: Parties, seed: int) -> list[tuple[int, str, str]]:
+    """Silo 1 is told lies, the same in both worlds; the truth where it refuses one. What is returned fills with rounds,
+    phases and answers: "taken", or the words of a refusal."""
+    silo: Any = parties.engine.silos["silo-1"]
+    honest, before, said = silo.handle, dict[str, Tensor](), list[tuple[int, str, str]]()
+    asked = silo.program.order.asked
+
+    def handle(message: bytes) -> bytes:
+        told = decode_broadcast(message[1:], asked)
+        rng, lies = np.random.default_rng([seed, told.round, len(told.phase)]), dict(told.tensors)
+        for name in sorted(lies.keys() - {*_KNOWN}):
+            if lies[name].is_floating_point() and rng.random() < 0.7:
+                lie = _LIES[list(_LIES)[rng.integers(len(_LIES))]]
+                lies[name] = lie(told.tensors[name], before.get(name, told.tensors[name]), rng)
+        before.update(told.tensors)
+        if "units" in lies and (q := silo.program.families.unpack(lies["q"])).proper:
+            lies["units"] = silo.program.units(q)
+        lied = ROUND + encode_broadcast(told._replace(tensors=lies), asked(told.round, told.phase))
+        try:
+            answer: bytes = honest(lied)
+        except SecureFVIError as error:
+            said.append((told.round, told.phase, str(error)))
+            answer = honest(message)
+        else:
+            said.append((told.round, told.phase, "taken"))
+        return answer
+
+    silo.handle = handle
+    return said
+
+
+_LIED_TO: dict[str, Callable[[bool], Parties]] = {
+    "SFVI": lambda c: record_world(make_slopes, sf.SFVI(**FAST), 30.0, c),
+    "SFVI, objective": lambda c: record_world(make_intercepts, sf.SFVI(**FAST), 30.0, c, objective_share=0.1),
+    "SFVI, silo": lambda c: record_world(make_clinics, sf.SFVI(**FAST, sampling_rate=0.5), 30.0, c),
+    "SFVI, curvature": lambda c: record_world(make_lines, sf.SFVI(**FAST, curvature_norm=1e3), 30.0, c),
+    "PVI, local": lambda c: record_world(make_clinics, sf.PVI(rounds=ROUNDS, damping=0.5, local_steps=2), 30.0, c),
+    "PVI, parts": lambda c: record_world(
+        make_lines, sf.PVI(rounds=ROUNDS, damping=0.5, virtual_clients=4, local_steps=2), 30.0, c
+    ),
+    "PVI, steps": lambda c: stepped_world(c),
+    "vertical": lambda c: columns_world(c),
+    "vertical, mean field": lambda c: columns_world(c, auxiliary=MeanField()),
+}
+_IN_THE_FIRST_TIER = ("SFVI, silo", "PVI, local", "PVI, parts", "PVI, steps", "vertical, mean field")
+
+
+def _lied(world: Callable[[bool], Parties], seed: int = 0) -> tuple[FloatArray, list[list[tuple[int, str, str]]]]:
+    """Gaps, and what silo 1 said in each world."""
+    said = list[list[tuple[int, str, str]]]()
+
+    def build(changed: bool) -> Parties:
+        parties = world(changed)
+        said.append(lied_to(parties, seed))
+        return parties
+
+    return gaps(build), said
+
+
+@pytest.mark.parametrize(
+    "which", [pytest.param(w, marks=[pytest.mark.slow] * (w not in _IN_THE_FIRST_TIER)) for w in _LIED_TO]
+)
+def test_a_lying_server_moves_no_release_by_more(which: str, request: pytest.FixtureRequest) -> None:
+    """Whatever parameters a silo is told. What it refuses is the message's fault, so that both worlds refuse the
+    same. Traced in the second tier."""
+    if ROUNDS < 50:
+        request.getfixturevalue("untraced")
+    for seed in range(1 if ROUNDS < 50 else 5):
+        found, (one, other) = _lied(_LIED_TO[which], seed)
+        assert one == other
+        assert found.max() <= 1 + 1e-9
+        assert sum(said == "taken" for _, _, said in one) >= 3
+        assert all("is no distribution" in said or said == "taken" for _, _, said in one)
+
+
+def test_what_a_server_could_learn_by_lies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: a gate that does not clip; a silo that says where its data cannot answer."""
+    clipped, answer = gate_module.noisy_clipped_sum, PVIProgram._answered
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            gate_module, "noisy_clipped_sum", lambda parts, sizes, _, noise: clipped(parts, sizes, [1e9], noise)
+        )
+        assert _lied(lambda changed: stepped_world(changed, lengths_share=0))[0].max() > 5
+
+    def fails(self: Any, message: Any, k: int, part: Any, view: Any, *given: Any) -> Any:
+        if float(view.rows["y"].max()) > 20:
+            raise ArithmeticError
+        return answer(self, message, k, part, view, *given)
+
+    def said(*_: Any) -> Any:
+        raise AggregationError("this silo's data could not answer")
+
+    monkeypatch.setattr(PVIProgram, "_answered", fails)
+    monkeypatch.setattr(Program, "silence", said)
+    with pytest.raises(AggregationError, match="could not answer"):
+        _lied(_LIED_TO["PVI, parts"])
 
 
 # ---- noise in shares: what is public is the total alone, and a silo's own share is not ----
