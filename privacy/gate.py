@@ -330,8 +330,8 @@ class Gate:
         of the noise here, from what is public and from coins.
 
         fit: is given what makes those sums, `terms.steps` times at most, of records that a Poisson sample of the agreed
-        rate chose. Nothing else that it does may follow from records. Charged whole, however many it made, before the
-        first: that a fit fails on what they say is seen outside as well.
+        rate chose. Nothing else that it does may follow from records. Charged whole, however many it made; so is a
+        fit that fails after the first, since that it does follows from them and is seen outside.
         """
         index, terms = self._once(), self.terms
         if terms is None or terms.settings.unit != "record" or not terms.steps:
@@ -344,15 +344,19 @@ class Gate:
             nonlocal made
             if done or made >= terms.steps:
                 raise AggregationError(f"silo '{self.silo}': a fit of {terms.steps} noised steps asks for another")
-            if not made:
-                self._pay(self._phase, index)
             made += 1
             return self._step(chunks, terms, made)
 
-        values = fit(noised_sum)
-        done = True
-        self._check_length(values, terms.extent.shared)
-        return self._cut(index, values) if made else self._out(index, values, 0)
+        try:
+            values = fit(noised_sum)
+            self._check_length(values, terms.extent.shared)
+        except Exception:
+            if made:
+                self._pay(self._phase, index)
+            raise
+        finally:
+            done = True
+        return self._out(index, values, 0)
 
     def _step(self, chunks: Iterable[Tensor], terms: Terms, number: int) -> Tensor:
         """The noised sum of one step of a fit, (hidden,)."""
@@ -423,9 +427,6 @@ class Gate:
         """Noised values leave: charged first."""
         self.dropped += dropped
         self._pay(self._phase, index)
-        return self._cut(index, values)
-
-    def _cut(self, index: int, values: FloatArray) -> Release:
         return Release(index, np.clip(values, -self.table.bounds, self.table.bounds))
 
     def _noiser(
