@@ -511,40 +511,54 @@ class TestIsolation:
         with pytest.raises(ProtocolError, match="could be taken apart"):
             world.silos[asked[0]].contribute(0, asked, TABLE, world.values[asked[0]], CONTEXT)
 
-    @pytest.mark.parametrize("check", [True, False])
-    def test_silos_refuse_to_sign_and_reveal(self, check):
-        world = World(48, max_missing=45, consistency_check=check, batch=4)
-        world.contribute()
-        order, k = world.session._order, world.roster.neighbourhood.k
-        alone = {order[0], order[k // 2 + 1], order[k // 2 + 2]}
+    def apart(self, count, check):
+        """A world of so many silos that have contributed, what they sent, and survivors of whom no two share a mask."""
+        world = World(count, max_missing=count - 3, consistency_check=check, batch=2)
+        messages = world.contribute()
+        alone = []
+        for place in world.session._order:
+            if not any(place in world.session.neighbours(other) for other in alone):
+                alone.append(place)
+        if len(alone) < 3:  # just above the size at which the graph is complete: one alone, and any two beyond it
+            first, k = world.session._order[0], world.roster.neighbourhood.k
+            alone = [first, *world.session._order[k // 2 + 1 : k // 2 + 3]]
+        return world, messages, alone
+
+    @pytest.mark.parametrize(("count", "check"), [(44, True), (48, True), (48, False), (128, True)])
+    def test_silos_refuse_to_sign_and_reveal(self, count, check):
+        world, _, alone = self.apart(count, check)
         request = world.sign_request(alone) if check else world.reveal_request(alone)
         for silo in world.silos.values():
             with pytest.raises(ProtocolError, match="could be taken apart"):
                 silo.handle(request)
 
-    @pytest.mark.parametrize("check", [True, False])
-    def test_control_without_the_check_they_do(self, monkeypatch, check):
-        """All sign such survivors where signatures are asked for, all reveal, and one vector is read from one sum."""
+    @pytest.mark.parametrize(("count", "check", "read"), [(44, True, 1), (48, True, 1), (48, False, 1), (128, True, 4)])
+    def test_control_without_the_check_they_do(self, monkeypatch, count, check, read):
+        """All sign such survivors where signatures are asked for, all reveal, and vectors are read from one sum: of 128
+        silos those of all that were named."""
         monkeypatch.setattr(Session, "check_survivors", lambda self, survivors: None)
-        world = World(48, max_missing=45, consistency_check=check, batch=4)
-        messages = world.contribute()
-        order, k = world.session._order, world.roster.neighbourhood.k
-        victim, *others = order[0], order[k // 2 + 1], order[k // 2 + 2]
-        request = world.reveal_request({victim, *others})
+        world, messages, alone = self.apart(count, check)
+        request = world.reveal_request(alone)
         if check:
-            ask = world.sign_request({victim, *others})
+            ask = world.sign_request(alone)
             signed = [unpack(silo.handle(ask), SetSignature).signature for silo in world.silos.values()]
-            signers = world.roster.bitmap(frozenset(range(48)))
-            request = pack(world.named(RevealRequest, {victim, *others}, signers=signers, signatures=signed))
+            signers = world.roster.bitmap(frozenset(range(count)))
+            request = pack(world.named(RevealRequest, alone, signers=signers, signatures=signed))
         replies = {p: silo.handle(request) for p, silo in enumerate(world.silos.values())}
-        around = world.session.neighbours(victim)
-        b = world.recover(dict(world.shares_of(victim, h, replies[h]) for h in around))
-        seeds = {}
-        for v in around:
-            e = world.recover(dict(world.shares_of(v, h, replies[h]) for h in world.session.holders(v)))
-            seeds[v] = world.seeds_under(v, e)[victim]
-        opened = world.open_contribution(victim, payload_of(messages[world.ids[victim]]), b, seeds)
-        assert is_input(opened, world.values[world.ids[victim]])
+        opened = 0
+        for victim in alone:
+            around = world.session.neighbours(victim)
+            if not set(alone).isdisjoint(around):
+                continue
+            b = world.recover(dict(world.shares_of(victim, h, replies[h]) for h in around))
+            seeds = {}
+            for v in around:
+                e = world.recover(dict(world.shares_of(v, h, replies[h]) for h in world.session.holders(v)))
+                seeds[v] = world.seeds_under(v, e)[victim]
+            found = world.open_contribution(victim, payload_of(messages[world.ids[victim]]), b, seeds)
+            assert is_input(found, world.values[world.ids[victim]])
+            opened += 1
+        assert opened == read
 
 
 def test_verify_is_asked_for_each_survivor(monkeypatch):

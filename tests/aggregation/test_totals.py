@@ -101,21 +101,30 @@ class TestAlteredOnTheWire:
         messages[bad] = pack(sent._replace(payload=words.tobytes()))
         return world.total(messages, lost=[{bad}])
 
-    def test_it_is_dropped_and_its_silo_named(self):
-        world = World(5, max_missing=1)
+    @pytest.mark.parametrize("check", [True, False])
+    @pytest.mark.parametrize("count", [4, 10])
+    def test_it_is_dropped_and_its_silo_named(self, count, check):
+        world = World(count, max_missing=1, consistency_check=check)
         rest = [s for s in world.ids if s != world.ids[BAD]]
         assert is_input(self.attack(world).values, exact(world, rest))
         assert "did not sign" in world.server.faults[world.ids[BAD]]
 
-    def test_or_the_sum_is_refused(self):
+    @pytest.mark.parametrize("count", [3, 10])
+    def test_or_the_sum_is_refused(self, count):
         with pytest.raises(AggregationError, match="past max_missing = 0"):
-            self.attack(World(5, max_missing=0))
+            self.attack(World(count, max_missing=0))
 
-    def test_control_without_signatures_on_contributions_the_total_is_wrong(self, monkeypatch):
+    @pytest.mark.parametrize(
+        ("count", "options"),
+        [(4, {"max_missing": 1}), (10, {}), (10, {"consistency_check": False}), (3, {"max_missing": 0}),
+         (10, {"max_missing": 0})],
+        ids=str,
+    )  # fmt: skip
+    def test_control_without_signatures_on_contributions_the_total_is_wrong(self, monkeypatch, count, options):
         from sum_adversary import unsigned
 
         unsigned(monkeypatch)
-        world = World(5)
+        world = World(count, **options)
         off = self.attack(world).values - exact(world)
         assert np.abs(off - 1).max() < 1e-6
 
@@ -269,6 +278,26 @@ class TestWrongShares:
             carry(world.server.prepare(index), world.silos)
             with pytest.raises(AggregationError, match="do not open its commitment"):
                 world.total(world.contribute(index), lost=[(), {world.ids[BAD]}], index=index)
+
+    @pytest.mark.parametrize("silent", [True, False])
+    @pytest.mark.parametrize("held", [True, False])
+    def test_without_the_consistency_check_its_batch_is_lost_and_no_later_one(self, monkeypatch, held, silent):
+        """No survivor tells its own secrets there: shares of all are needed, of a silo that says nothing too. The
+        control: a server that leaves nobody out."""
+        if not held:
+            monkeypatch.setattr(ServerState, "leave_out", lambda *arguments: None)
+        world = World(10, prepared=False, batch=2, max_missing=1, consistency_check=False)
+        dealing(monkeypatch, world, shares=range(10))
+        rest, refused = [s for p, s in enumerate(world.ids) if p != BAD], []
+        for index in range(5):
+            carry(world.server.prepare(index), world.silos)
+            ids = rest if silent or BAD not in world.server._state.batches[index // 2].present else world.ids
+            try:
+                assert is_input(world.total(world.contribute(index, ids=ids), index).values, exact(world, ids))
+            except AggregationError as error:
+                refused.append(str(error))
+        what = f"the shares that silo '{world.ids[BAD]}' dealt do not open its commitment"
+        assert [what in line for line in refused] == [True] * (2 if held else 5)
 
     def test_where_too_many_would_be_missing_the_job_ends_and_names_it(self, monkeypatch):
         world = World(7, prepared=False, batch=2, max_missing=1)
@@ -508,14 +537,16 @@ def shifted(monkeypatch, world, by):
 
 
 class TestOutOfRange:
-    def test_an_element_far_past_its_bound_is_refused_and_the_block_named(self, monkeypatch):
-        world = World(5)
+    @pytest.mark.parametrize("most", [0, 3])
+    def test_an_element_far_past_its_bound_is_refused_and_the_block_named(self, monkeypatch, most):
+        world = World(5, max_missing=most)
         with pytest.raises(AggregationError, match=r"sum 0: block 'gradient': the total lies outside 5 survivors"):
             world.total(shifted(monkeypatch, world, 2**62))
 
-    def test_control_without_the_check_it_is_taken(self, monkeypatch):
+    @pytest.mark.parametrize("most", [0, 3])
+    def test_control_without_the_check_it_is_taken(self, monkeypatch, most):
         monkeypatch.setattr(Ring, "_check_range", lambda *arguments: None)
-        world = World(5)
+        world = World(5, max_missing=most)
         assert np.abs(world.total(shifted(monkeypatch, world, 2**62)).values).max() > 5 * 10.0
 
     def test_one_that_leaves_the_total_in_range_is_not_seen(self, monkeypatch):

@@ -127,21 +127,26 @@ def tried(act: Callable[[], Any], outcome: Outcome, example: bytes, where: str) 
 # ---- decoders ----
 
 
-def sum_messages(options: Mapping[str, Any] | None = None) -> list[bytes]:
-    """Everything that is said in one masked sum, contributions included."""
-    seen: list[bytes] = []
+#: Whole sums, and such as recover from losses, whose messages are more: with and without the consistency check.
+SUMS: list[dict[str, Any]] = [{}, {"max_missing": 1}, {"max_missing": 1, "consistency_check": False}]
+
+
+def sum_messages() -> list[bytes]:
+    """Everything that is said in masked sums of each kind, contributions included; nonces are for large rosters."""
+    seen = [messages.pack(messages.Nonces(0, [bytes(32)] * 4))]
     ids = [f"s{i}" for i in range(4)]
-    server, silos = local_parties(Masked(**(options or {"batch": 2})), ids)
+    for options in SUMS:
+        server, silos = local_parties(Masked(batch=2, **options), ids)
 
-    def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
-        replies = {silo: silos[silo].handle(message) for silo, message in asked.items()}
-        seen.extend([*asked.values(), *replies.values()])
-        return replies
+        def exchange(asked: Mapping[str, bytes], silos: Any = silos) -> dict[str, bytes]:
+            replies = {silo: silos[silo].handle(message) for silo, message in asked.items()}
+            seen.extend([*asked.values(), *replies.values()])
+            return replies
 
-    carry(server.prepare(0), exchange)
-    sent = {s: silos[s].contribute(0, ids, TABLE, np.zeros(3), bytes(32)) for s in ids}
-    seen.extend(sent.values())
-    carry(server.total(0, ids, TABLE, sent, bytes(32)), exchange)
+        carry(server.prepare(0), exchange)
+        sent = {s: silos[s].contribute(0, ids, TABLE, np.zeros(3), bytes(32)) for s in ids}
+        seen.extend(sent.values())
+        carry(server.total(0, ids, TABLE, sent, bytes(32)), exchange)
     return list(dict.fromkeys(seen))
 
 
@@ -165,6 +170,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     d32, d64 = bytes(32), bytes(64)
     request = h.DecryptRequest(1, d32, d32, b"\x07", b"\x07", d32, d32, d32, b"\x07", [d64] * 3, b"t", [b"x" * 40])
     key, parts = h.HolderKey(b"k" * 50, d64), h.Ciphertexts([b"a", b"b"])
+    held = (h.HolderKeyRequest(), key, parts, request, h.Decrypted(1, d32, d64), messages.Done())
     kept = {"z_global": torch.zeros(3, dtype=torch.float64), "shift": torch.zeros(2, 2, dtype=torch.float32)}
     broadcast = Broadcast(3, 4, {"a": 2, "b": 2}, ("a", "b"), {"scale": 0.1, "stage": 0.0}, kept, "round")
     fields = (("y", (3,), torch.float64), ("x", (), torch.int64))
@@ -182,12 +188,13 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     )
     receipt = witness.Countersignature("w", d32, "a", d32, 3, d32, 0, d64, d64)
     ended = (sm.Opened(d32), sm.Ended(), sm.End("finished", 2, b"abc"))
+    response = (sm.Known(b"abc"), sm.Learned(d32), sm.Wanted("a", d32, d64), sm.Told(b"abc", d64))
     return {
         "masked": (messages.unpack_any, sum_messages()),
-        "homomorphic": (h.unpack_any, [h.pack(m) for m in (h.HolderKeyRequest(), key, parts, request)]),
+        "homomorphic": (h.unpack_any, [h.pack(m) for m in held]),
         "broadcast": (decode_broadcast, [encode_broadcast(broadcast)]),
         "schema": (sm.unpack_schema, [schema]),
-        "session": (sm.CODEC.unpack_any, [sm.CODEC.pack(m) for m in (joined, opened, *ended)]),
+        "session": (sm.CODEC.unpack_any, [sm.CODEC.pack(m) for m in (joined, opened, *ended, *response)]),
         "greeting": (
             st.GREETINGS.unpack_any,
             [st.GREETINGS.pack(st.Hello(d32)), st.GREETINGS.pack(st.Welcome(d32, "job"))],
@@ -255,7 +262,7 @@ def fuzz_machine(machine: Machine, bag: list[bytes], steps: int, rng: random.Ran
 def masked_world(rng: random.Random) -> tuple[list[Machine], list[bytes]]:
     """Four silos at a random point of a masked sum, and what was said on the way there."""
     ids, bag = [f"s{i}" for i in range(4)], []
-    server, silos = local_parties(Masked(batch=2, consistency_check=rng.random() < 0.8), ids)
+    server, silos = local_parties(Masked(batch=2, **rng.choice(SUMS)), ids)
     stop = rng.randrange(8)
 
     class Stop(Exception):
@@ -302,7 +309,7 @@ def matching_world(rng: random.Random, stop: int = 0) -> tuple[list[Machine], li
 def server_run(rng: random.Random, corpus: list[bytes], outcome: Outcome) -> None:
     """A masked server one of whose silos answers with mutations: it ends with its survivors' own sum or refuses."""
     ids = [f"s{i}" for i in range(4)]
-    server, silos = local_parties(Masked(batch=2, max_missing=1), ids)
+    server, silos = local_parties(Masked(batch=2, **rng.choice(SUMS)), ids)
     liar, rate = rng.choice(ids), rng.choice((0.2, 0.6, 1.0))
 
     def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -89,6 +89,19 @@ UNSEEN: dict[str, str] = {
     "classes": "[c for c in type.__dict__['__sub' + 'classes__'](object) if c.__name__ == '_wrap_close'][0]"
     ".__init__.__getattribute__('__glo' + 'bals__')['sys' + 'tem'](SHELL)",
 }
+#: Ways into what a folder has beside the model, which are in no file of the hash either.
+BESIDE: dict[str, str] = {
+    "trace": "import trace; trace.Trace(count=0, trace=0).run(open(P).read())",
+    "profile": "import cProfile; cProfile.Profile().run(open(P).read())",
+    "debugger": "import bdb; bdb.Bdb().run(open(P).read())",
+    "doctest": "import doctest; doctest.testfile(D + '/doc.txt', module_relative=False)",
+    "unittest": "import unittest; unittest.defaultTestLoader.discover(D, pattern='test_payload.py')",
+    "fileConfig": "import logging.config as c; c.fileConfig(D + '/log.ini', disable_existing_loggers=False)",
+    "asyncio": "import asyncio; asyncio.run(asyncio.wait_for(asyncio.create_subprocess_shell(SHELL), 5)); "
+    "import time; [time.sleep(.05) for _ in range(100) if not os.path.exists(M)]",
+}
+#: What a model may do: without a mark of its own there would be none of others.
+ITSELF = {"its own text": "open(M, 'w').close()"}
 #: What a site has and a model is not to reach.
 REACH: dict[str, str] = {
     "read a key": "open(KEY).read()",
@@ -159,6 +172,20 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fence, "_checker", lambda hidden: contextlib.nullcontext(reader))
 
 
+#: Of which `logging` evaluates what it calls with.
+LOG_INI = """
+[loggers]
+keys=root
+[handlers]
+keys=h
+[formatters]
+keys=
+[logger_root]
+handlers=
+[handler_h]
+class=NullHandler
+args=(open(__import__("os").environ["MARK"], "w").close(),)[1:]
+"""
 #: What pickle makes of a `_Command`, in its oldest form.
 PICKLE = b"cos\nsystem\n(S'echo 1 > \"$MARK\"'\ntR."
 
@@ -181,13 +208,16 @@ def test_code_that_the_hash_does_not_name_does_not_run(tmp_path: Path) -> None:
     np.save(tmp_path / "q.npy", np.array([_Command()], object), allow_pickle=True)
     with zipfile.ZipFile(tmp_path / "p.zip", "w") as archive:
         archive.writestr("payload_in_zip.py", payload)
-    ways = WAYS | UNSEEN
-    spy = Spy(tmp_path, ways, marked=True)
-    assert spy.here() == dict.fromkeys(ways, True)
-    assert spy.fenced() == dict.fromkeys(ways, False)
+    (tmp_path / "test_payload.py").write_text(payload)
+    (tmp_path / "doc.txt").write_text(">>> import os\n>>> _ = open(os.environ['MARK'], 'w').write('ran')\n")
+    (tmp_path / "log.ini").write_text(LOG_INI)
+    ways = WAYS | UNSEEN | BESIDE
+    spy = Spy(tmp_path, ways | ITSELF, marked=True)
+    assert spy.here() == dict.fromkeys([*ways, *ITSELF], True)
+    assert spy.fenced() == dict.fromkeys(ways, False) | dict.fromkeys(ITSELF, True)
     with pytest.raises(InputError, match=r"spy.py', line \d+: calls exec, so that what it runs cannot be hashed"):
         closure("<model>", spy.path)
-    for way in UNSEEN.values():
+    for way in (UNSEEN | BESIDE).values():
         spy.path.write_text(way)
         assert not closure("<model>", spy.path).packages.keys() - {"numpy"}
 

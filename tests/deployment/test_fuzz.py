@@ -17,6 +17,7 @@ import pytest
 from deployment_world import World
 from fuzzing import Machine, Outcome
 
+from secure_fvi.aggregation.messages import Codec
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.errors import ProtocolError
@@ -41,12 +42,18 @@ def test_sites(world: World, tmp_path: Path) -> None:
     clean(fuzzing.fuzz_sites(world, tmp_path, DATA, 2.0, 1), 10)
 
 
-def test_every_example_is_a_valid_one() -> None:
-    """Mutations of what is refused anyway would find nothing."""
-    for name, (read, pool) in fuzzing.decoders().items():
+def test_every_example_is_a_valid_one_and_of_each_kind_there_is_one() -> None:
+    """Mutations of what is refused anyway would find nothing, and of what is not said where sums are whole, no more."""
+    found = fuzzing.decoders()
+    for name, (read, pool) in found.items():
         for example in pool:
             read(example)
         assert pool, name
+    codecs = {name: pool for name, (read, pool) in found.items() if hasattr(getattr(read, "__self__", None), "kind_of")}
+    assert len(codecs) == 9
+    for name, pool in codecs.items():
+        codec: Codec = found[name][0].__self__  # type: ignore[attr-defined]
+        assert {codec.kind_of(example) for example in pool} == set(codec._schemas), name
 
 
 def test_the_fuzzer_finds_faults() -> None:
