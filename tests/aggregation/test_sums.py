@@ -22,8 +22,10 @@ KINDS = [
     Plain(),
     Masked(),
     Masked(bits=32),
-    Masked(consistency_check=False),
-    Masked(batch=2),
+    Masked(max_missing=1),
+    Masked(max_missing=1, bits=32),
+    Masked(max_missing=1, consistency_check=False),
+    Masked(max_missing=1, batch=2),
 ]
 
 
@@ -41,7 +43,7 @@ def test_total_is_the_sum(kind, silos):
         assert total.values[-1] == sum(v[-1] for v in values.values())
 
 
-@pytest.mark.parametrize("kind", [Plain(), Masked(), Masked(bits=32)], ids=repr)
+@pytest.mark.parametrize("kind", [Plain(), Masked(), Masked(bits=32), Masked(max_missing=1)], ids=repr)
 def test_totals_are_deterministic(kind):
     ids, table = names(5), table_of(30)
     values = random_values(ids, table)
@@ -137,9 +139,10 @@ def test_a_silo_that_missed_a_delivery_catches_up():
     assert len(run_sum(server, parties, 1, table, random_values(ids, table)).survivors) == 5
 
 
-def test_a_sampled_cohort_sums_its_members_only():
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_sampled_cohort_sums_its_members_only(most):
     ids, table = names(8), table_of(20)
-    server, parties = local_parties(Masked(), ids)
+    server, parties = local_parties(Masked(max_missing=most), ids)
     values = random_values(ids, table)
     for index, cohort in enumerate([ids[:3], ids[2:7], ids]):
         cohort_values = {s: values[s] for s in cohort}
@@ -240,7 +243,7 @@ def test_upload_is_the_ring_payload_and_little_more():
     assert 4000 <= len(message) <= 1.02 * 4000
 
 
-@pytest.mark.parametrize("kind", [Plain(), Masked()], ids=repr)
+@pytest.mark.parametrize("kind", [Plain(), Masked(), Masked(max_missing=1)], ids=repr)
 def test_a_used_index_a_wrong_shape_and_a_stranger_are_refused(kind):
     ids, table = names(3), table_of(6)
     server, parties = local_parties(kind, ids)
