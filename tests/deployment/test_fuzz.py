@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fuzzing
 import pytest
-from deployment_world import World
+from deployment_world import World, new_world
 from fuzzing import Machine, Outcome
 
 from secure_fvi.aggregation.messages import Codec
@@ -38,8 +38,9 @@ def test_parties_of_secure_sums() -> None:
     clean(fuzzing.fuzz_machines(3.0, 1), 30)
 
 
-def test_sites(world: World, tmp_path: Path) -> None:
-    clean(fuzzing.fuzz_sites(world, tmp_path, DATA, 2.0, 1), 10)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_sites(world: World, tmp_path: Path, seed: int) -> None:
+    clean(fuzzing.fuzz_sites(world, tmp_path, DATA, 1.0, seed), 10)
 
 
 def test_every_example_is_a_valid_one_and_of_each_kind_there_is_one() -> None:
@@ -100,9 +101,13 @@ def test_for_as_long_as_one_likes(world: World, tmp_path: Path) -> None:
     def sites(seconds: float, seed: int) -> Outcome:
         return fuzzing.fuzz_sites(world, tmp_path, DATA, seconds, seed)
 
+    def more_sites(seconds: float, seed: int) -> Outcome:
+        (tmp_path / "more").mkdir()
+        return fuzzing.fuzz_sites(new_world(tmp_path / "others"), tmp_path / "more", DATA, seconds, seed + 1)
+
     seconds, seed = float(os.environ.get("FUZZ_SECONDS", "60")), int(os.environ.get("FUZZ_SEED", "2"))
     found = []
-    for share, fuzz in ((0.4, fuzzing.fuzz_decoders), (0.4, fuzzing.fuzz_machines), (0.2, sites)):
+    for share, fuzz in ((0.4, fuzzing.fuzz_decoders), (0.4, fuzzing.fuzz_machines), (0.1, sites), (0.1, more_sites)):
         found.append(fuzz(share * seconds, seed))
         print(fuzz.__name__, dict(found[-1].counts), found[-1].faults, flush=True)
     for outcome in found:

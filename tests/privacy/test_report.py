@@ -95,6 +95,7 @@ def test_words_follow_the_declarations(path: Path, report: Report) -> None:
     words = "\n".join(report.not_covered)
     for expected in (
         "several institutions",
+        "epsilon is m times as large and delta up to (exp(m epsilon) - 1) / (exp(epsilon) - 1) times",  # and no sum
         "The server.",
         "no more than 2",
         "number of records",
