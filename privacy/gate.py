@@ -292,6 +292,11 @@ class Gate:
             free = data_free.double().cpu().numpy() / terms.step(self._clip)
             if with_side:
                 free[shared:] *= side / terms.side_bound
+            if not np.isfinite(free).all():  # no record has a say in that, and none was looked at
+                raise ProtocolError(
+                    f"silo '{self.silo}': what its own latents add, whatever its records are, is no number at what the "
+                    "server named; where the fit ran off, lower learning_rate or local_learning_rate"
+                )
         noiser = self._noiser(hidden, np.rint(free)) if terms.resolution else self._noiser(hidden)
         noised, dropped = noisy_clipped_sum(parts(), sizes, norms, noiser)
         self.dropped += dropped

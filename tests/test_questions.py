@@ -773,7 +773,7 @@ def test_a_q_that_is_no_distribution_is_the_messages_fault(monkeypatch: pytest.M
     silo.on_event = lambda kind, what: told.append(kind)
     lie = message._replace(tensors={**message.tensors, "q": -message.tensors["q"]})
     for _ in range(2):
-        with pytest.raises(ProtocolError, match="'silo-1': the q of the broadcast is no distribution"):
+        with pytest.raises(ProtocolError, match="'silo-1': the q that the server names is no distribution"):
             tell(silo, lie)
     tell(silo, message)
     assert not told

@@ -193,6 +193,7 @@ class FedAvgProgram(Program):
         if message.phase == COUNT:
             state = state._replace(records=round(scale * float(sums[RECORDS])), phase=AVERAGE)
             return state, Step(math.nan, config.learning_rate, None, COUNT, False)
+        self._check_total(sums, scale)
         weight = self.answered(scale) if self.terms else float(sums[RECORDS if self.by_records else SILOS])
         if weight <= 0:
             raise AggregationError("the weights of an average add up to nothing")
@@ -210,6 +211,16 @@ class FedAvgProgram(Program):
         state = FedAvgState(state.round + 1, AVERAGE, point, velocity, state.records, movement, reported, objective)
         finished = self.at_rest(state) or state.round >= config.rounds
         return state, Step(objective, config.learning_rate, None, AVERAGE, finished)
+
+    def _check_total(self, sums: Totals, scale: float) -> None:
+        """Raises InputError where the prior is shared out by another number of records than all silos have, as a total
+        of all of them says: nothing else would tell."""
+        said = self.config.total_records if self.config.prior and scale == 1 else None
+        if said is not None and not self.terms and (found := round(float(sums[RECORDS]))) != said:
+            raise InputError(
+                f"total_records = {said}, and the silos have {found} records together, so that the prior would count "
+                f"{found / said:.3g} times; leave total_records out, or correct it"
+            )
 
     def objective(self, point: Params, reported: Mapping[str, float]) -> float:
         """log p(y | w) + log p(w) in nats, from the totals that were reported of `point`."""

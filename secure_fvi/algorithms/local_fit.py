@@ -247,11 +247,10 @@ class Families:
         return unpack(flat.to("cpu", torch.float64), self.n, self.full)
 
     def sent(self, message: Broadcast, silo: str) -> Natural:
-        """The q that a server sent. Raises ProtocolError for one that no server arrives at, which is no fault of the
-        silo's data."""
+        """The q that a broadcast names. Raises ProtocolError for what is no distribution: no data could answer that."""
         q = self.unpack(message.tensors["q"])
         if not q.proper:
-            raise ProtocolError(f"silo '{silo}': the q of the broadcast is no distribution")
+            raise ProtocolError(f"silo '{silo}': the q that the server names is no distribution")
         return q
 
     def move(self, tensor: Tensor) -> Tensor:

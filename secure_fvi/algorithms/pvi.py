@@ -1016,11 +1016,11 @@ class PVIProgram(Program):
         self, message: Broadcast, local: PVILocal, view: SiloView, noised_sum: NoisedSum | None = None
     ) -> Answer:
         """noised_sum: of a fit by noised steps."""
-        asked = self.families.sent(message, view.silo)
+        q = self.families.sent(message, view.silo)
         local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
         own = {PRESENT: [float(name == view.silo) for name in self.problem.silos], RECORDS: view.size}
         if message.phase == FINISH:
-            if not self._follows(asked, local.asked):
+            if not self._follows(q, local.asked):
                 raise ProtocolError(
                     f"silo '{view.silo}': the final q is not near the one of the last round that was answered, or none "
                     f"was: it is more than {refining.FROM_Q:.0f} sds off, or more than {refining.LIKE_Q:.0f} times as "

@@ -58,7 +58,7 @@ from secure_fvi.algorithms.weighing import DISCLOSED
 from secure_fvi.compiled import Traced
 from secure_fvi.density import LogDensity, LogTerms
 from secure_fvi.disclosure import Declaration, Sums, drawn
-from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params
 from secure_fvi.families.gaussian import eta_of
 from secure_fvi.later import Later
@@ -621,7 +621,10 @@ class SFVIAvgProgram(StructuredProgram):
         iteration, root = int(message.scalars[ITERATION]), to_numpy(message.tensors[ROOT])
         if (local.merged, local.iteration) != (message.round, iteration):
             return Answer({RECORDS: 0, SILOS: 0, ROOT: np.zeros_like(root)}, local)
-        at = after_iteration(local.at, root)
+        try:
+            at = after_iteration(local.at, root)
+        except AggregationError as error:  # of what the server said, whatever the data are
+            raise ProtocolError(f"silo '{view.silo}': {error}") from None
         term = bures_term(local.covariance, self.weight(view.size), at)
         return Answer({RECORDS: view.size, SILOS: 1, ROOT: term}, local._replace(iteration=iteration + 1, at=at))
 

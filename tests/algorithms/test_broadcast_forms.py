@@ -22,12 +22,13 @@ from pvi_world import REGRESSION, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms import base
+from secure_fvi.algorithms import base, sfvi_avg
 from secure_fvi.algorithms.base import Broadcast, Form
+from secure_fvi.algorithms.local_fit import Families
 from secure_fvi.algorithms.vertical import Gaussian, Vertical
 from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.disclosure import disclose
-from secure_fvi.errors import BoundError, InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import AggregationError, BoundError, InputError, ProtocolError, SecureFVIError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.silo import Silo
@@ -240,6 +241,30 @@ def test_what_is_no_finite_number_is_a_messages_fault(
             return
         assert (silo.past.failed, silo.gate.paid) == (False, paid)
     assert silo.handle(sent)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("case", ["pvi", "pvi, private", "bcm", "sfvi-avg, full"])
+def test_a_q_or_a_covariance_that_is_none_is_a_messages_fault(
+    case: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No data could answer it. The control looks at neither: of a silo's own data it was said that they could not, or
+    under privacy it paid for noise."""
+    if not checked:
+        monkeypatch.setattr(Families, "sent", lambda self, message, _: self.unpack(message.tensors["q"]))
+        monkeypatch.setattr(sfvi_avg, "ProtocolError", AggregationError)
+
+    def spoilt(message: Broadcast) -> Iterator[Broadcast]:
+        for name in {"q", "root"} & message.tensors.keys():
+            yield message._replace(tensors={**message.tensors, name: torch.zeros_like(message.tensors[name])})
+
+    found = Attacked(case, monkeypatch, spoilt)
+    if checked:
+        assert found.refused
+        assert all(type(error) is ProtocolError for error in found.refused)
+        assert any("no distribution" in str(e) or "not positive definite" in str(e) for e in found.refused)
+    else:
+        assert any(isinstance(error, AggregationError) for error in found.refused) != (case == "pvi, private")
 
 
 def test_without_ranges_a_number_that_no_server_sends_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

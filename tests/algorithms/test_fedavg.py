@@ -15,6 +15,7 @@ from programs import make_intercepts, make_rate
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.algorithms.fedavg import FedAvgProgram
 from secure_fvi.cli import main
 from secure_fvi.disclosure import disclose
 from secure_fvi.errors import InputError
@@ -323,6 +324,29 @@ def test_local_latents_are_refused() -> None:
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         sf.FedAvg(**options)
+
+
+def test_another_number_of_records_than_all_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which silos share the prior out. The control does not look at the number that every total has: the prior is
+    all but forgotten, and the run calls itself converged."""
+
+    def narrow(x: Tensor, y: Tensor) -> None:
+        beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 0.1).to_event(1))
+        with pyro.plate("person", len(y)):
+            pyro.sample("y", dist.Normal(x @ beta, NOISE), obs=y)
+
+    def fitted(total: int | None) -> Any:
+        algorithm = sf.FedAvg(total_records=total)
+        return sf.fit(sf.FederatedModel(narrow, "person"), _data(), algorithm, sf.Plain(), compile=False)
+
+    exact = fitted(None).posterior["beta"].mean
+    torch.testing.assert_close(fitted(sum(SIZES)).posterior["beta"].mean, exact)
+    with pytest.raises(InputError, match="total_records = 60000, and the silos have 60 records together"):
+        fitted(60_000)
+    monkeypatch.setattr(FedAvgProgram, "_check_total", lambda *_: None)
+    found = fitted(60_000)
+    assert found.converged
+    assert (found.posterior["beta"].mean - exact).abs().max() > 0.1
 
 
 def test_a_rate_that_is_too_large_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from secure_fvi.building import declared_job
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
+from secure_fvi.privacy import gate as gate_module
 from secure_fvi.privacy.accountants import of_group
 from secure_fvi.privacy.accounting import smallest_budget
 from secure_fvi.privacy.gate import Gate, NoiseSource
@@ -506,6 +508,33 @@ def test_no_point_that_a_server_names_takes_shares_of_noise_away(monkeypatch: py
 
     monkeypatch.setattr(Gate, "_noiser", shipped)
     assert _spread_where_priors_pass_the_bound(monkeypatch) < 2.4
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("noise", ["silo", "distributed"])
+def test_a_point_where_silos_own_latents_have_no_density_is_a_messages_fault(
+    noise: Any, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows from no record is no number there: nothing is charged, and the honest question is answered. The
+    control looks at it where it leaves, as was shipped: all silos paid, and their own data were said to be why."""
+    problem = make_clinics()
+    privacy = sf.RecordDP(noise_multiplier=4.0, clipping_norm=1.0, noise=noise, retries=5)
+    server, engine, _ = build_parties(
+        problem.model, problem.silos, sf.SFVI(iterations=4), sf.Masked(), compile=False, privacy=privacy, noise_key=KEY
+    )
+    engine.run(server.round())
+    honest, silo = server.state, engine.silos["silo-1"]
+    named = honest.algorithm._replace(z_global=torch.full_like(honest.algorithm.z_global, 1e200))
+    server.state = honest._replace(algorithm=named)
+    if not checked:
+        monkeypatch.setattr(gate_module.np, "isfinite", np.ones_like)
+    with pytest.raises(AggregationError if not checked else ProtocolError, match=None if not checked else "whatever"):
+        engine.run(server.round())
+    monkeypatch.undo()
+    assert (silo.past.failed, silo.gate.paid) == ((False, 1) if checked else (True, 2))
+    server.state = honest
+    with nullcontext() if checked else pytest.raises(ProtocolError, match="its data could not answer"):
+        engine.run(server.round())
 
 
 def _mean_of(y: Tensor) -> None:
