@@ -758,15 +758,17 @@ def columns_of(formula: str, dictionary: Dictionary) -> list[str]:
 
 
 def few_records(
-    formula: str, dictionary: Dictionary, columns: Frame, record: str | None, shared: Sequence[str] = (), few: int = FEW
-) -> list[str]:
+    formula: str, dictionary: Dictionary, columns: Frame, record: str | None, shared: Sequence[str] = (),
+    few: int = FEW, graded: bool = False,
+) -> list[str]:  # fmt: skip
     """What of a formula fewer than `few` records of one site have, in words, with their number: a level of a category,
     a group of those `shared`, which span sites, and whatever else sets a column of a design to another value than most
     have, in all rows or in those of such a group; two levels together, where an effect is of both; weights or trials
     above 0, and nearly all of the squares of such a column or expression. For that site alone.
 
     Where no other site has such rows, that coordinate of a total without differential privacy is these records' own.
-    `columns` (N,) each: coded by the dictionary. record: the group of which each is a record, None where a row is."""
+    `columns` (N,) each: coded by the dictionary. record: the group of which each is a record, None where a row is.
+    graded: whether whole numbers of the response are levels, as of an ordinal one."""
     parsed = parse(formula)
     rows = len(next(iter(columns.values())))
     keys = [
@@ -811,6 +813,8 @@ def few_records(
     for name, called in levels.items():
         for code, level in enumerate(called):
             look(f"'{name}' = {level}", columns[name] == code)
+    for level in np.unique(columns[parsed.response]) if graded and parsed.response not in levels else ():
+        look(f"'{parsed.response}' = {level:g}", columns[parsed.response] == level)
     effects = {frozenset(part.split("[")[0] for part in name.split(":")) for design in designs for name in design.names}
     for a, b in combinations(levels, 2):
         if any({a, b} <= effect for effect in effects):

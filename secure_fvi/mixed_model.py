@@ -766,7 +766,8 @@ class MixedModel(FederatedModel):
         """What of the formula few records of a site's table have, `columns` (N,) each, as a warning for that site
         alone; empty where there is nothing (`formula.few_records`)."""
         shared = [t.of.label for t in self.of.terms if t.place == "global"]
-        return few_said(few_records(self.text, self.of.dictionary, columns, self.record_label, shared))
+        graded = self.family in ("bernoulli", "ordinal")
+        return few_said(few_records(self.text, self.of.dictionary, columns, self.record_label, shared, graded=graded))
 
     def weightless(self, columns: Frame) -> int:
         """How many rows of a site's table, `columns` (N,) each, have the weight 0, so that they count for nothing."""

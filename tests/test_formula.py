@@ -2171,6 +2171,19 @@ def test_what_one_record_alone_has_weight_in_is_named(formula: str, needle: dict
     assert said in few_records(formula, d, alone, None)
 
 
+@pytest.mark.parametrize(("family", "low", "high"), [("ordinal", 1, 5), ("bernoulli", 0, 1)])
+def test_a_level_of_a_response_of_whole_numbers_that_one_record_has_is_named(family: str, low: int, high: int) -> None:
+    """Its cut is that record's own, as of a category. The controls: nobody has it alone, and a count,
+    which has no cuts."""
+    columns = {"y": Column("integer", low=low, high=high), "x": Column("number", centre=0, scale=1)}
+    frame = {"y": low + np.arange(80.0) % (high - low + 1), "x": np.linspace(-1, 1, 80)}
+    of = sf.glmm("y ~ x", family, dictionary=Dictionary(columns))
+    assert of.few_said(frame) == ""
+    alone = {**frame, "y": np.where(np.arange(80) == 7, low, np.maximum(frame["y"], low + 1))}
+    assert f"'y' = {low} (1)" in of.few_said(alone)
+    assert "= " not in sf.glmm("y ~ x", "poisson", dictionary=Dictionary(columns)).few_said(alone)
+
+
 @pytest.mark.parametrize(("record", "said"), [("who", ["'rare' = true (1)"]), ("who:visit", [])])
 def test_few_are_counted_in_records(record: str, said: list[str]) -> None:
     """One person of 40, with 12 visits; where a visit is the record, and a person's are many, there are 12."""
