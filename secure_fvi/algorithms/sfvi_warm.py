@@ -152,9 +152,9 @@ class SFVIWarmProgram(Program):
         return self._own.local_fit(local.own) if local.begun else self._warm.local_fit(local.warm)
 
     def answer(self, message: Broadcast, local: WarmLocal, view: SiloView) -> Answer:
-        if view.turn > self._last_turn:
-            raise ProtocolError(f"question {view.turn} of a warm start is past the last; begin another job")
         if message.phase not in self._own.parts:
+            if view.turn > self._last_turn:  # its draws would be SFVI's
+                raise ProtocolError(f"question {view.turn} of a warm start is past the last; begin another job")
             found = self._warm.answer(message, local.warm, view)
             return found._replace(local=local._replace(warm=found.local))
         begun = local.begun

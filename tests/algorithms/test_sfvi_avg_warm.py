@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from programs import make_clinics, make_intercepts, make_slopes
 
 import secure_fvi as sf
+from secure_fvi.algorithms import sfvi_warm
 from secure_fvi.algorithms.base import ROUND_PHASE
 from secure_fvi.algorithms.sfvi import OWN_DRAWS
 from secure_fvi.algorithms.sfvi_avg import COUNT, MERGE
+from secure_fvi.algorithms.sfvi_warm import SFVIWarmProgram
 from secure_fvi.driving import Books
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.accountants import epsilon
 from secure_fvi.privacy.events import Composed
@@ -184,6 +187,24 @@ def test_both_phases_are_charged(tmp_path: Path) -> None:
     ledger = Ledger.open(books.path, "silo-1")
     assert ledger.chain.jobs["job"].released == {ROUND_PHASE: 5, MERGE: 2}
     ledger.close()
+
+
+def test_sfvi_is_asked_as_often_as_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many draws a round of the warm start sets aside: those of SFVI lie above them all. The control counts
+    SFVI's questions as if they set as many aside, as was shipped: of very many local steps a job ended halfway."""
+    problem, answer = make_intercepts(), SFVIWarmProgram.answer
+    monkeypatch.setattr(sfvi_warm, "OWN_DRAWS", 3 * sfvi_warm.averaging(_warm(1, 2, 6)).keys_a_round)
+
+    def counted(self: Any, message: Any, local: Any, view: Any) -> Any:
+        if view.turn > self._last_turn:
+            raise ProtocolError(f"question {view.turn} of a warm start is past the last")
+        return answer(self, message, local, view)
+
+    for shipped in (False, True):
+        if shipped:
+            monkeypatch.setattr(SFVIWarmProgram, "answer", counted)
+        with pytest.raises(ProtocolError, match="past the last") if shipped else nullcontext():
+            assert sf.fit(problem.model, problem.silos, _warm(1, 2, 6), sf.Plain(), compile=False).rounds == 7
 
 
 # ---- what it refuses ----
