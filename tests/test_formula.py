@@ -1923,12 +1923,14 @@ def _off(of: Any, result: Any, silos: list[dict[str, Any]], *groups: str) -> flo
 
 
 @pytest.mark.slow  # 40 s of the processor, and as many for the control
+@pytest.mark.filterwarnings("ignore:pvi ended after 12 rounds")
 @pytest.mark.parametrize("plain", [False, True])
 def test_few_groups_that_span_silos_are_fitted_as_they_are_by_default(
     plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the posterior itself, which is far from normal in its own sites. The control: effects sampled as standard
-    normals beside the intercept, as they were, whose run ends far off and says that it has not converged."""
+    normals beside the intercept, as they were, whose runs end far off: of seeds 1 to 6 all say that they have not
+    converged but the first, at a k-hat of .67."""
     from secure_fvi import mixed_model
 
     rng = np.random.default_rng(11)
@@ -1946,9 +1948,10 @@ def test_few_groups_that_span_silos_are_fitted_as_they_are_by_default(
     if plain:
         monkeypatch.setattr(mixed_model, "_ROWS_A_GROUP", 0.0)
         monkeypatch.setattr(mixed_model.Program, "levelled", [])
-    with contextlib.nullcontext() if not plain else pytest.warns(sf.SecureFVIWarning):
-        result = sf.fit(of, silos, rounds, seed=1)
-    assert (result.converged, _off(of, result, silos, "g") < 0.15) == ((True, True) if not plain else (False, False))
+    found = [sf.fit(of, silos, rounds, seed=seed) for seed in ((1, 2, 3) if plain else (1,))]
+    assert {_off(of, result, silos, "g") < 0.15 for result in found} == {not plain}
+    assert sum(result.converged is True for result in found) <= 1
+    assert found[0].converged or plain
 
 
 @pytest.mark.slow  # 75 s of the processor
