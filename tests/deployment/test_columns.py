@@ -346,16 +346,18 @@ def test_a_silo_without_its_record_of_evaluations_matches_no_more(
 def test_an_emptied_file_of_a_columns_job_counts_against_no_data(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: bool
 ) -> None:
-    """The server hears that it is the site's own record. In the control it hears that data do not fit, and the job
-    counts."""
+    """The server hears that it is the site's own record. In the controls it hears that data do not fit, and the job
+    counts; or that the site's predictor is another."""
+    words = {"response": "data do not fit", "predictor": "its predictor is not that"}[name]
     if not rule:
         monkeypatch.setattr(columns_job, "own_file", lambda path: nullcontext())
+        monkeypatch.setattr(columns_job, "own_bytes", lambda path, length: path.read_bytes())
     job = ColumnsJob(world, tmp_path, algorithm={**SHARED, "rounds": 2})
     losing(monkeypatch, KNOWN, name, lambda path: path.write_bytes(b""))
-    with pytest.raises(ProtocolError, match="RecordError; the site's log says more" if rule else "data do not fit"):
+    with pytest.raises(ProtocolError, match="RecordError; the site's log says more" if rule else words):
         job.run()
     (record,) = verify(world.homes["north"].log_file).jobs.values()
-    assert (UNANSWERABLE in record.omissions) == (not rule)
+    assert (UNANSWERABLE in record.omissions) == (not rule and name == "response")
 
 
 @pytest.mark.later
