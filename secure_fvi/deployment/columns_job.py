@@ -188,6 +188,7 @@ class ColumnsJob(SiteJob):
         self.threads = threads_of(config, self._work)
         self._matching: MatchingSilo | None = None
         self._evaluated: HeldStore | None = None
+        self._counted = self.decision.matched
         self._order, self._rows, ordered = b"", np.arange(len(self._prepared.rows)), dict[str, Any]()
         if config.alignment.how == "matching":
             self._begin_matching()
@@ -313,29 +314,31 @@ class ColumnsJob(SiteJob):
         return bool(self._order)
 
     def _begin_matching(self) -> None:
-        """Count the job in the site's log among those that the data set is matched for, and make the silo's party, or
-        go on with it. A store that is gone is not begun anew: its key would be another, and what it had counted is
-        lost."""
+        """Make the silo's party, or go on with it. A store of a job that was matched is not begun anew where it is
+        gone: its key would be another, and what it had counted is lost."""
         home, offer, rule = self.home, self.decision.offer, self.decision.data
         store = self.folder / STORE
         if self.decision.matched and not store.exists():
             return
         assert rule is not None
         self._evaluated = open_held(store, home.state_secret(), power_safe=True, begun=self.decision.matched)
-        if not self.decision.matched:
-            self._tell(MATCHED, f"people of data set '{offer.data_set}'")
         roster, identity = self.decision.roster, home.identity_in(self.decision.roster)
         session = matching_roster(roster, offer)
         with _of_data(home.id):  # other identifiers than the store was begun with
             self._matching = MatchingSilo(session, home.id, identity, self._prepared, self._evaluated, rule.largest)
 
     def _matched(self, message: bytes) -> bytes:
-        """The answer to a message of matching."""
+        """The answer to a message of matching. Before the first the job is counted in the site's log among those that
+        the data set is matched for: until all silos have joined it there is none, and nobody's identifiers are
+        tested."""
         if self._matching is None:
             raise ProtocolError(
                 f"silo '{self.home.id}': the people of this job are not matched, or what it evaluated for them is "
                 "gone: a new job is needed"
             )
+        if not self._counted:
+            self._tell(MATCHED, f"people of data set '{self.decision.offer.data_set}'")
+            self._counted = True
         return self._matching.handle(message)
 
     # ---- the response ----

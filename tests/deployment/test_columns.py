@@ -51,7 +51,7 @@ from secure_fvi.aggregation.prg import digest
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
-from secure_fvi.alignment import MatchingSilo
+from secure_fvi.alignment import _CODEC, MatchingSilo, SizeRequest
 from secure_fvi.checkpoints import StoreCheckpoints
 from secure_fvi.cli.policy import _alignment_lines
 from secure_fvi.columns import RESPONSE_HOLDER
@@ -87,6 +87,7 @@ from secure_fvi.deployment.session_messages import (
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, check_supported
 from secure_fvi.deployment.trail import CHARGED
+from secure_fvi.deployment.trail import MATCHED as COUNTED
 from secure_fvi.deployment.trail_verify import _exchanges, compare, verify
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.driving import Progress
@@ -378,6 +379,34 @@ def test_how_often_and_against_how_long_a_list_a_site_is_matched(world: World, t
 
 
 @pytest.mark.later
+@pytest.mark.parametrize("once_joined", [False, True])
+def test_a_job_that_another_site_refuses_uses_up_no_matching(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once_joined: bool
+) -> None:
+    """South's policy is of other columns, and nobody is matched: put right, the next job is matched, by sites that
+    allow one. In the control jobs count once a site has joined them, and after one that came to nothing none is."""
+    inner = SiteColumns._begin_matching
+
+    def counted(self: SiteColumns) -> None:
+        inner(self)
+        if not self._counted:
+            self._tell(COUNTED, "people")
+
+    if once_joined:
+        monkeypatch.setattr(SiteColumns, "_begin_matching", counted)
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED, algorithm={**SHARED, "rounds": 2})
+    job.allow("north", {"matchings": 1})
+    job.allow("south", {"alignment": {**SORTED, "column": "name"}})
+    with pytest.raises(ProtocolError, match="silo 'south' refused"):
+        job.run("refused")
+    job.allow("south")
+    with pytest.raises(ProtocolError, match="was matched for 1 jobs") if once_joined else nullcontext():
+        job.run("matched")
+    with pytest.raises(ProtocolError, match=r"was matched for 1 jobs \(matchings = 1\)"):
+        job.run("another")
+
+
+@pytest.mark.later
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_job_is_matched_once_whatever_became_of_its_folder(world: World, tmp_path: Path, gone: bool) -> None:
     """The site's log has that it was: a folder that is gone, or of before, would have it matched under another key. The
@@ -390,13 +419,15 @@ def test_a_job_is_matched_once_whatever_became_of_its_folder(world: World, tmp_p
             site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
             assert (site._job._matching is None) is (again and gone)  # type: ignore[union-attr]
             assert site._stand().phase == "joining"  # for who asks how it stands before people are known
+            if not again:
+                site.handle(offer.job, MATCH + _CODEC.pack(SizeRequest()))
             if again and gone:
                 with pytest.raises(ProtocolError, match="what it evaluated for them is gone: a new job is needed"):
                     site.handle(offer.job, MATCH)
         if gone:
             shutil.rmtree(home.state_folder)
     if not gone:
-        (home.state_folder / "jobs" / offer.job / "predictor").write_bytes(b"another")
+        (home.state_folder / "jobs" / offer.job / "predictor").write_bytes(bytes(32))
         with closing(Site(home, Local())) as site:
             met(hub, site)
             with pytest.raises(PolicyError, match="its predictor is not that which the job began with"):
