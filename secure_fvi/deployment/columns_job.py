@@ -78,7 +78,7 @@ from secure_fvi.deployment.session_messages import (
 from secure_fvi.deployment.site_job import Cohort, SiteJob, _of_data, threads_of
 from secure_fvi.deployment.trail import MATCHED
 from secure_fvi.engines.stream_messages import LONGEST
-from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
+from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError, RecordError
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import own_bytes, own_file, write_atomically
 from secure_fvi.privacy.chain import signed
@@ -251,7 +251,12 @@ class ColumnsJob(SiteJob):
                 path.unlink(missing_ok=True)
 
     def _check_settled(self) -> None:
+        """Raises ProtocolError before people and response are known, and RecordError once a session was opened, by
+        which they were."""
         if not self._settle():
+            if (self.folder / "session").exists():
+                files = f"'{STORE}' or '{_RESPONSE}' in '{self.folder}'"
+                raise RecordError(f"{files} is gone, or an older copy; put its newest copy back, or begin another job")
             raise ProtocolError(f"silo '{self.home.id}': who the people are, or their response, is not known yet")
 
     def _own(self, posterior: Posterior) -> dict[str, Tensor]:

@@ -342,6 +342,32 @@ def test_a_silo_without_its_record_of_evaluations_matches_no_more(
 
 
 @pytest.mark.later
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("name", ["response", "matching.evaluated"])
+def test_a_file_of_a_columns_job_that_is_gone_is_named(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Once a session was opened: the site heard that people and response were not known yet, at each start of the
+    server. The control is the file put back, with which the job goes on."""
+
+    def stop(progress: Progress) -> None:
+        if progress.round == 3:
+            raise Stopped
+
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED, algorithm=SHARED)
+    with pytest.raises(Stopped):
+        job.run(on_round=stop)
+    (path,) = (world.homes["north"].state_folder / "jobs").glob(f"*/{name}")
+    kept = path.read_bytes()
+    path.unlink()
+    with pytest.raises(ProtocolError, match="RecordError; the site's log says more"):
+        job.run()
+    assert f"'{path.parent}' is gone, or an older copy; put its newest copy back" in caplog.text
+    path.write_bytes(kept)
+    assert job.run()
+
+
+@pytest.mark.later
 @pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
 @pytest.mark.parametrize("name", ["response", "predictor"])
 def test_an_emptied_file_of_a_columns_job_counts_against_no_data(
