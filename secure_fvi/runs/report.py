@@ -15,12 +15,12 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from secure_fvi import plots
-from secure_fvi.disclosure import Disclosure, disclose
+from secure_fvi.disclosure import DISCLOSURES, Disclosure, disclose
 from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.settings import exact_totals
 from secure_fvi.privacy.terms import REPLACE
-from secure_fvi.runs.config import Config, chosen, title
+from secure_fvi.runs.config import VERTICAL, Config, chosen, title
 from secure_fvi.runs.directory import EVIDENCE, REPORT, TABLE, RunDirectory, read_json
 from secure_fvi.runs.marginals import is_point, posterior_rows, reason, standing
 from secure_fvi.summary import counts_noise, shown
@@ -147,10 +147,12 @@ def what_left(config: Config, silos: int) -> list[Note]:
     """What the secure sum of a run over so many `silos` shows whom, where its parties are apart."""
     algorithm, aggregation, privacy = chosen(config)
     found = disclose(algorithm, aggregation, privacy, silos)
-    kind = aggregation.form
+    kind, rows = aggregation.form, []
+    if "person_rows" in found.kinds:
+        rows = [Note(f"Of people: {DISCLOSURES['person_rows']}. The response: {found.labels}.", warns=True)]
     if kind == "plain":
         alone = "Contributions were sent as they are: the server sees each silo's own."
-        return [Note(f"{alone} This kind is for a trusted server and for tests.", warns=True)]
+        return [Note(f"{alone} This kind is for a trusted server and for tests.", warns=True), *rows]
     learns = "the server, and with its next broadcast every silo, learns the total over the silos that answered"
     masked = f"Every contribution was masked before it left its silo: {learns}, and of a single silo"
     text, warns = {
@@ -182,7 +184,7 @@ def what_left(config: Config, silos: int) -> list[Note]:
         notes.append(Note(f"{alone} single silos' terms. The job says that it accepts this.", warns=True))
     if aggregation.min_cohort < 3:
         notes.append(Note("With two silos in a total, each can subtract its own term and has the other's.", warns=True))
-    return notes
+    return [*notes, *rows]
 
 
 def _tells_lengths(config: Config) -> bool:
@@ -209,10 +211,12 @@ def _privacy_words(result: dict[str, Any]) -> str:
             "No differential privacy: totals and the posterior itself are exact and may reveal something of the data."
         )
     after = " and of the sums after them" if result["metrics"].get("bound") is not None else ""
+    columns = result["algorithm"] in VERTICAL
+    record = "of each person what is said above" if columns else "something about a single record"
     return (
         "No differential privacy: totals and the posterior itself are exact. One total hides a silo among the others; "
         f"the totals of {result['rounds']} rounds{after}, taken together, can tell much about a single silo, and "
-        "something about a single record."
+        f"{record}."
     )
 
 

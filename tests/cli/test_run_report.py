@@ -16,7 +16,7 @@ import pytest
 from secure_fvi.cli import main
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.report import _kept_words, _methods, what_left, write_report
+from secure_fvi.runs.report import _kept_words, _methods, _privacy_words, what_left, write_report
 from secure_fvi.runs.watching import snapshot
 
 CONFIG = """
@@ -289,3 +289,21 @@ def test_it_says_where_silos_of_columns_keep_their_own(program: str) -> None:
     table |= {"algorithm": {"name": "vertical"}} if columns else {"partition": {"count": 3}}
     config = parse(table, "job.toml")
     assert ("Each silo's own coefficients are in the silos folder" in _kept_words(config, {})) == columns
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "masked"])
+def test_it_says_what_rows_of_people_give_away(kind: str, private: bool) -> None:
+    """As `policy explain` does; it said that totals tell something about a single record. Not under privacy, and the
+    control is a run over records."""
+    dp = {"unit": "record", "epsilon": 1.0, "delta": 1e-6, "clipping_norm": 1.0, "noise": "silo"}
+    for columns in (True, False):
+        table: dict[str, Any] = {"model": {"program": "vertical-logistic" if columns else "six-cities"}}
+        table |= {"algorithm": {"name": "vertical"}} if columns else {"partition": {"count": 3}}
+        table |= {"aggregation": {"kind": kind}, **({"privacy": dp} if private else {})}
+        said = " ".join(note.text for note in what_left(parse(table, "job.toml"), 3) if note.warns)
+        assert ("columns of yes and no exactly for each person" in said) == (columns and not private)
+        assert ("The response: the server has it and tells it to every silo" in said) == (columns and not private)
+        result = {"privacy": None, "aggregation": {"kind": "masked"}, "metrics": {}, "rounds": 8}
+        words = _privacy_words({**result, "algorithm": "vertical" if columns else "sfvi"})
+        assert ("something about a single record" in words) != columns
