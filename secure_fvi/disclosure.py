@@ -58,8 +58,9 @@ LABELS = {
     "which the server's own ledger is charged with as much as each silo's is for its columns",
     "silos": "one silo has it and tells it to every other, sealed, so that the server is never told; the server sees "
     "the sum of predictors round after round, which says of each person what the fitted model says (of the labels, a "
-    "number a column, by how it moves), and q(gamma) at the end; one that names other sums than there were learns "
-    "more, from what silos then add up",
+    "number a column, by how it moves), and q(gamma) at the end, by whose digits one that knows all labels but a few "
+    "has these; one that names other sums than there were reads those of some people of its choice off it, and learns "
+    "more from what silos then add up",
 }
 _POINT = ("its own copy",)
 #: Words for each block, one of which has to stand in what its phase is declared to be. Names end where a "/" stands.

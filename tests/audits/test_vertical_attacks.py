@@ -222,6 +222,51 @@ def test_labels_that_silos_alone_know_are_not_in_what_the_server_sees() -> None:
     assert max(score(seen[half:].mean(0)) for half in (0, rounds // 2)) < 0.8
 
 
+@pytest.mark.parametrize("lies", [False, True])
+def test_the_last_sum_of_a_response_at_a_silo_tells_labels_by_its_digits(lies: bool) -> None:
+    """q(gamma) follows from labels and from sums that the server knows, by no noise: one that knows all labels but six
+    has these, and one that names sums those of six people of its choice, of whom it knows nobody's, nor the others',
+    but how many ones there are among these. The control: to three digits, as a table prints it, several answers fit."""
+    people, rounds, rng = 50, 8, torch.Generator().manual_seed(4)
+    y = torch.bernoulli(torch.full((people,), 0.5), generator=rng).double()
+    silos = [{"x": torch.randn(people, 2, generator=rng).double()} for _ in range(3)]
+    config = Vertical(response="silos", rounds=rounds, learning_rate=0.05)
+    parties = build_parties(sf.Columns(Bernoulli(), y), silos, config, sf.Masked(), compile=False)
+    program, sums, broadcast = parties.server.program, list[Tensor](), parties.server.program.broadcast
+    named = torch.full((people, 1), -44.0).double()  # so far out that a pull is the label
+    named[:6, 0] = -4.0 - torch.arange(6).double()  # and not quite, for each of these by so much
+
+    def lying(*state: Any) -> Any:
+        said = broadcast(*state)
+        sums.append(named if lies else said.tensors["sum"])
+        return said._replace(tensors={"sum": sums[-1]})
+
+    program.broadcast = lying  # type: ignore[method-assign]
+    for _ in range(rounds + 1):
+        parties.engine.run(parties.server.round())
+    average = parties.server.state.algorithm.average
+    told = torch.cat([average["loc"], average["log_scale"]])
+    core = program._gamma_core()
+
+    def if_so(labels: Tensor) -> Tensor:
+        q, kept = core.init(), list[Tensor]()
+        for at in range(rounds):
+            noise, scale = program._gamma_noise(at), told.new_tensor(config.multiplier(at))
+            gamma = core.gamma(q.eta, noise)
+            zero = torch.zeros_like(labels)
+            found = slopes(core.likelihood, labels, zero, sums[at + 1], gamma, torch.ones_like(labels))
+            q = core.update(q, found.gamma, noise, scale)[0]
+            kept += [torch.cat([q.eta["loc"], q.eta["log_scale"]])] * config.averages(at)
+        return torch.stack(kept).mean(0)
+
+    others = y[6:].sort().values if lies else y[6:]
+    bits = [torch.tensor(b).double() for b in itertools.product((0.0, 1.0), repeat=6)]
+    off = torch.stack([(if_so(torch.cat([b, others])) - told).abs().max() for b in bits])
+    assert torch.equal(bits[int(off.argmin())], y[:6])
+    assert float(off.min()) < 1e-10 < 1e-8 < float(off.sort().values[1])
+    assert int((off < 1e-3).sum()) > 1
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_totals_tell_who_takes_part(whole: bool) -> None:
     """Two people of whom one has a place, told apart by totals and pulls: always under masks, about as often as a coin
