@@ -988,13 +988,18 @@ def test_a_predictor_that_mixes_this_silos_rows_is_its_sites_to_hear_of(
 
 
 def test_a_predictor_is_that_which_the_job_began_with(tmp_path: Path) -> None:
-    """A site's own program, of which nobody else has a hash. The control: put back, the job goes on."""
+    """A site's own program, of which nobody else has a hash: its SHA-256 lies in clear, as the page says. The control:
+    put back, the job goes on."""
+    page = (Path(__file__).parents[2] / "docs" / "threat-model-deployment.md").read_text()
+    assert "SHA-256 of the site's own predictor" in page.partition("\n## At rest\n")[2].partition("\n## ")[0]
     program, job = tmp_path / "own.py", SimpleNamespace(folder=tmp_path, home=SimpleNamespace(id="north"))
     for text, same in (("1", True), ("1", True), ("2", False), ("1", True)):
         program.write_text(text)
         refused = pytest.raises(PolicyError, match="its predictor is not that which the job began with")
         with nullcontext() if same else refused:
             SiteColumns._check_predictor(job, f"{program}:effect")  # type: ignore[arg-type]
+    guesses = [hashlib.sha256(f"{program}:effect{n}".encode()).digest() for n in range(9)]
+    assert (tmp_path / "predictor").read_bytes() == guesses[1]
 
 
 @pytest.mark.parametrize("told", ["alike", "apart"])
