@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save
 
 from secure_fvi.aggregation.base import SecureSum, carry
+from secure_fvi.aggregation.prg import derive_key
 from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
@@ -222,7 +223,9 @@ class ServerColumns:
         self._response = response_of(self.likelihood, y, offset, torch.float64, torch.device("cpu"))
         if self.algorithm.response != "shared":
             return columns_schema(len(rows), order)
-        content = save({name: value.contiguous().clone() for name, value in self._response._asdict().items()})
+        # Logs, which others are handed, and the session's name have its digest, on which labels would be tried.
+        salt = {"salt": derive_key(home.state_secret(), b"response-salt", offer.hash).hex()}
+        content = save({name: value.contiguous().clone() for name, value in self._response._asdict().items()}, salt)
         known, told = hashlib.sha256(content).digest(), folder / "told"
         if not told.exists():  # silos keep it; one that has ended the job meanwhile has no more use for it
             replies = exchange(dict.fromkeys(offer.silos, KNOWN + CODEC.pack(Known(content))))

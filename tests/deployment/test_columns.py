@@ -926,6 +926,36 @@ def test_a_response_at_a_silo_cannot_be_tried_by_its_digest(world: World, tmp_pa
         read(content=save({**labels, "y": 2 * labels["y"]}))
 
 
+@pytest.mark.parametrize("salted", [True, False])
+def test_a_response_that_silos_share_cannot_be_tried_on_a_log(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, salted: bool
+) -> None:
+    """The server's log, and each silo's, have the SHA-256 of the message by which silos are told, and a key holder has
+    it in the schema's: of files that are sorted, who knows all labels but some tries these. It is told alike after a
+    restart. The control has no bytes at random beside the labels."""
+    columns, offer, home = holding(ColumnsJob(world, tmp_path, False, algorithm=SHARED))
+    monkeypatch.setattr(columns, "_sorted", lambda *_: (bytes(32), np.arange(PEOPLE)))
+    if not salted:
+        monkeypatch.setattr(columns_server, "save", lambda tensors, *_: save(tensors))
+    told = list[bytes]()
+
+    def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        told.append(messages["north"])
+        content = CODEC.unpack(messages["north"][1:], Known).response
+        assert set(wire.tensors(content, "the response", 3)) == {"y", "offset"}
+        return dict.fromkeys(messages, CODEC.pack(Learned(hashlib.sha256(content).digest())))
+
+    for _ in range(2):
+        columns.agreed({}, offer, home, tmp_path, exchange)
+        (tmp_path / "told").unlink()
+    assert told[0] == told[1]
+    y = torch.tensor(
+        [float(line.split(",")[1]) for line in (tmp_path / "response.csv").read_text().split()[1:]]
+    ).double()
+    guessed = KNOWN + CODEC.pack(Known(save({"y": y, "offset": torch.zeros_like(y)})))
+    assert (guessed == told[0]) == (not salted)
+
+
 @pytest.mark.parametrize("another", [True, False])
 def test_a_silo_that_says_to_have_learned_another_response_is_named(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: bool
