@@ -201,8 +201,8 @@ def _alignment_lines(job: Config) -> list[str]:
     if job.alignment.how == "sorted":
         return [
             f"{by}, in files that are sorted by it already",
-            "  the server and all silos learn how many people there are, and a digest of their identifiers: whoever "
-            "guesses all of these can tell that the guess is right",
+            "  the server, all silos and, where sums have one, the key holder learn how many people there are, and a "
+            "digest of their identifiers: whoever guesses all of these can tell that the guess is right",
             "a policy allows this by 'alignment' of its data set",
         ]
     listed = job.response is not None and job.response.data is not None  # the server has a list too, of its own file
