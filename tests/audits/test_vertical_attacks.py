@@ -222,6 +222,37 @@ def test_labels_that_silos_alone_know_are_not_in_what_the_server_sees() -> None:
     assert max(score(seen[half:].mean(0)) for half in (0, rounds // 2)) < 0.8
 
 
+@pytest.mark.parametrize("response", ["private", "silos"])
+def test_no_server_names_how_long_a_silos_steps_are(response: Any) -> None:
+    """Nor which rounds are averaged: both follow from the round. Steps of 2^20 times the job's, as a server could name,
+    tell what moved a predictor past the noise of its draws. The control is another sum, or pull, which is its to name,
+    and moves them."""
+    rng = torch.Generator().manual_seed(4)
+    y = torch.bernoulli(torch.full((20,), 0.5), generator=rng).double()
+    silos = [{"x": torch.randn(20, 2, generator=rng).double()} for _ in range(3)]
+    config = Vertical(response=response, rounds=3, learning_rate=0.05)
+
+    def totals(**named: Any) -> list[Tensor]:
+        parties = build_parties(sf.Columns(Bernoulli(), y), silos, config, sf.Masked(), compile=False)
+        broadcast, found = parties.server.program.broadcast, list[Tensor]()
+
+        def lying(*state: Any) -> Any:
+            said = broadcast(*state)
+            tensors = {n: v * named.get("times", 1) for n, v in said.tensors.items()}
+            scalars = {**said.scalars, **{n: v for n, v in named.items() if n in said.scalars}}
+            return said._replace(scalars=scalars, tensors=tensors)
+
+        parties.server.program.broadcast = lying  # type: ignore[method-assign]
+        for _ in range(config.rounds):
+            parties.engine.run(parties.server.round())
+            found.append(parties.server.state.algorithm.total)
+        return found
+
+    honest = totals()
+    assert all(map(torch.equal, honest, totals(scale=2.0**20, averaging=1.0)))
+    assert not all(map(torch.equal, honest, totals(times=-1)))
+
+
 @pytest.mark.parametrize("lies", [False, True])
 def test_the_last_sum_of_a_response_at_a_silo_tells_labels_by_its_digits(lies: bool) -> None:
     """q(gamma) follows from labels and from sums that the server knows, by no noise: one that knows all labels but six

@@ -503,8 +503,8 @@ class ColumnsProgram(Program):
         return ServerParams(*({k: v.to(self.problem.device) for k, v in d.items()} for d in self.server_core.init()))
 
     def broadcast(self, state: VerticalState, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        previous = state.round - 1  # silos now answer that round's pull
-        scalars = {"scale": self.config.multiplier(max(previous, 0)), "averaging": float(self._averages(previous))}
+        # Silos know both by the round, and go by that.
+        scalars = {"scale": self._scale(state.round), "averaging": float(self._averages(state.round - 1))}
         tensors = {"sum": state.total}
         if not self.config.server_knows:
             asked = self.asked(state.round, state.phase)
@@ -649,6 +649,10 @@ class ColumnsProgram(Program):
 
     def _gamma(self, state: VerticalState) -> Tensor:
         return self.server_core.gamma(state.gamma.eta, self._gamma_noise(state.round))
+
+    def _scale(self, round_: int) -> float:
+        """Of the steps that silos take in a round, which answer the pull on what they sent in the one before."""
+        return float(self.config.multiplier(max(round_ - 1, 0)))
 
     def _averages(self, round_: int) -> bool:
         return round_ >= 0 and bool(self.config.averages(round_))
@@ -797,7 +801,7 @@ class VerticalProgram(ColumnsProgram):
     ) -> tuple[Incoming, Tensor, Shared]:
         """What the round that `local` is in is answered, now that the pull on it is known, or follows from s; the
         step's scale (); and q(gamma) after its step, where that is the silo's to take."""
-        scale = self.move(message.scalars["scale"])
+        scale = self.move(self._scale(message.round))  # as the server takes it; no server's to name
         known = local.gamma
         if self.config.server_knows:
             pull, h = self.move(message.tensors["pull"]), self.move(message.tensors["curvature"])
@@ -806,9 +810,8 @@ class VerticalProgram(ColumnsProgram):
             assert isinstance(response, Response)
             gamma = self.server_core.gamma(known.q.eta, noise)
             pull, h, in_gamma, _ = self._respond(response, self.move(message.tensors["sum"]), gamma, self.weights())
-            step = self.move(message.scalars["scale"])  # as the server would take it
-            q = ServerParams(*self._move_gamma(known.q, in_gamma, noise, step)[0])
-            averaged = local.averaged + 1 if message.scalars["averaging"] else 0
+            q = ServerParams(*self._move_gamma(known.q, in_gamma, noise, scale)[0])
+            averaged = local.averaged + 1 if self._averages(message.round - 1) else 0
             known = Shared(q, running_average(known.average, q.eta, averaged), self._watched(known.monitor, q.eta))
         if self.config.is_power:
             a = local.answered
@@ -819,7 +822,7 @@ class VerticalProgram(ColumnsProgram):
     def _finished(self, message: Broadcast, local: VerticalLocal, new: SiloParams, moments: Moments) -> VerticalLocal:
         """After the steps of the round that `local` is in."""
         at = self.batch(local.sent_round)
-        averaged = local.averaged + 1 if message.scalars["averaging"] else 0
+        averaged = local.averaged + 1 if self._averages(message.round - 1) else 0
         theta = part(new.shared, "theta")
         log_sd = np.log(to_numpy(self.core.family.stddev(theta)))
         return local._replace(
