@@ -29,7 +29,7 @@ from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import parse
 from secure_fvi_lab.bench.kills import KINDS, campaign, table
-from secure_fvi_lab.bench.world import HUB, Parties, posterior
+from secure_fvi_lab.bench.world import HUB, Elsewhere, Parties, _replays, posterior
 
 _DP = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
 
@@ -264,3 +264,20 @@ def six_rows() -> tuple[sf.FederatedModel, list[dict[str, torch.Tensor]]]:
             pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
     return sf.FederatedModel(program, "row"), [{"y": torch.arange(3.0) + j} for j in range(2)]
+
+
+def test_a_replay_finds_out_who_had_claimed_a_question_before_it_was_killed() -> None:
+    """A campaign that drops silos blamed the job for it, where machines are slow. The control: a course that none of
+    them explains is still a fault."""
+    tried: list[Any] = []
+
+    def run(claimed: Mapping[bytes, Any], asked: Any) -> bytes:
+        tried.append(dict(claimed))
+        if claimed.get(b"at") != asked:
+            raise Elsewhere((b"at", ("east", "west")))
+        return b"found"
+
+    assert _replays(lambda claimed: run(claimed, ("east", "west"))) == b"found"
+    assert tried == [{}, {b"at": ("east",)}, {b"at": ("west",)}, {b"at": ("east", "west")}]
+    with pytest.raises(ProtocolError, match="took another course"):
+        _replays(lambda claimed: run(claimed, ("north",)))

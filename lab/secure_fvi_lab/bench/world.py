@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -196,21 +197,57 @@ def _party(arguments: list[str], log: str) -> None:
 Answered = Mapping[bytes, frozenset[str]]
 
 
-class Replayed(LocalEngine):
-    """A local engine in which a broadcast reaches only the silos that answered it between sites."""
+class Elsewhere(ProtocolError):
+    """A replay asks what the job between sites did not. `back`: the broadcast before, and the silos that answered it
+    and not the one before that."""
 
-    def __init__(self, silos: Mapping[str, Silo], answered: Answered) -> None:
+    def __init__(self, back: tuple[bytes, tuple[str, ...]]) -> None:
+        super().__init__("the job took another course: its server's log has no such broadcast")
+        self.back = back
+
+
+class Replayed(LocalEngine):
+    """A local engine in which a broadcast reaches only the silos that answered it between sites. claimed: by broadcast,
+    silos that came back to it having claimed a question before, and drawn for it, which they were killed in: no log
+    tells of that, and they draw by the next number."""
+
+    def __init__(
+        self, silos: Mapping[str, Silo], answered: Answered, claimed: Mapping[bytes, Collection[str]] | None = None
+    ) -> None:
         super().__init__(silos)
-        self._answered = answered
+        self._answered, self._claimed = answered, claimed or {}
+        self._away = set[str]()
+        self._back: tuple[bytes, tuple[str, ...]] = b"", ()
 
     def _deliver(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
         first = next(iter(messages.values()))
         if first[:1] == ROUND:
             digest = hashlib.sha256(first).digest()
             if digest not in self._answered:
-                raise ProtocolError("the job took another course: its server's log has no such broadcast")
-            messages = {silo: m for silo, m in messages.items() if silo in self._answered[digest]}
+                raise Elsewhere(self._back)
+            here = {silo: m for silo, m in messages.items() if silo in self._answered[digest]}
+            self._back = digest, tuple(sorted(self._away & here.keys()))
+            for silo in self._claimed.get(digest, ()):
+                past = self.silos[silo].past
+                self.silos[silo].past = past._replace(turn=past.turn + 1)
+            self._away, messages = {*messages} - {*here}, here
         return super()._deliver(messages)
+
+
+def _replays(run: Callable[[Mapping[bytes, Collection[str]]], bytes]) -> bytes:
+    """What `run` gives by what was claimed, which is found out: as little as the course that the job took allows."""
+    claimed: dict[bytes, Collection[str]] = {}
+    left: dict[bytes, Iterator[Collection[str]]] = {}
+    while True:
+        try:
+            return run(claimed)
+        except Elsewhere as error:
+            at, back = error.back
+            some = [subset for size in range(1, len(back) + 1) for subset in combinations(back, size)]
+            found = next(left.setdefault(at, iter(some)), None)
+            if found is None:
+                raise
+            claimed[at] = found
 
 
 def answered(log: Path) -> Answered:
@@ -240,16 +277,20 @@ def posterior(config: Config, answers: Answered | None = None, kept_in: Path | N
             alone = federation.fit(seed=config.seed, dtype=federation.dtype, compile=config.run.compile)
             alone.save(kept_in or Path(folder))
             return ((kept_in or Path(folder)) / "posterior.safetensors").read_bytes()
-        server, engine, guards = build_parties(
-            federation.model, federation.silos, federation.algorithm, federation.aggregation, config.seed,
-            silo_ids=federation.silo_ids, record_ids=federation.record_ids, dtype=federation.dtype,
-            compile=config.run.compile,
-        )  # fmt: skip
-        carrier = engine if answers is None else Replayed(engine.silos, answers)
-        going: Run[Result] = Run(
-            RunParties(server, carrier, guards),
-            lambda done: result_of(server, carrier, federation.algorithm, federation.aggregation, done),
-            began=began,
-        )
-        going.result().save(Path(folder))
-        return (Path(folder) / "posterior.safetensors").read_bytes()
+
+        def run(claimed: Mapping[bytes, Collection[str]]) -> bytes:
+            server, engine, guards = build_parties(
+                federation.model, federation.silos, federation.algorithm, federation.aggregation, config.seed,
+                silo_ids=federation.silo_ids, record_ids=federation.record_ids, dtype=federation.dtype,
+                compile=config.run.compile,
+            )  # fmt: skip
+            carrier = engine if answers is None else Replayed(engine.silos, answers, claimed)
+            going: Run[Result] = Run(
+                RunParties(server, carrier, guards),
+                lambda done: result_of(server, carrier, federation.algorithm, federation.aggregation, done),
+                began=began,
+            )
+            going.result().save(Path(folder))
+            return (Path(folder) / "posterior.safetensors").read_bytes()
+
+        return _replays(run)
