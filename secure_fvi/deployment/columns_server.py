@@ -88,16 +88,19 @@ def _matching_goes_on(done: int, of: int) -> None:
     _log.info("matching: %d of %d places", done, of)
 
 
-def _charged(home: Home, trail: Trail, known: Collection[str]) -> list[str]:
-    """Jobs of whose response silos were told, charged to this site's ledger, which knows of those that are `known`.
-    Raises ProtocolError where it lacks one, and with it, it may be, the budget that one was charged to."""
-    charged = [n for n, r in trail.chain.jobs.items() if CHARGED in r.omissions]
-    if lacking := [name for name in charged if name not in known]:
+def _charged(trail: Trail) -> list[str]:
+    """Jobs of whose response silos were told, charged to this site's ledger."""
+    return [n for n, r in trail.chain.jobs.items() if CHARGED in r.omissions]
+
+
+def _check_charged(home: Home, trail: Trail, known: Collection[str]) -> None:
+    """Raises ProtocolError where the ledger, which knows of the jobs `known`, lacks one of `_charged`, and with it, it
+    may be, the budget that one was charged to."""
+    if lacking := [name for name in _charged(trail) if name not in known]:
         raise ProtocolError(
             f"the ledger of '{home.id}' is older than its log: it lacks job '{lacking[0]}', of whose response "
             "silos were told; a copy was restored, put the newest one back"
         )
-    return charged
 
 
 class _Guarded(NamedTuple):
@@ -161,7 +164,7 @@ class ServerColumns:
         chain = read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
         if home.log_file.exists():
             with closing(open_trail(home)) as trail:
-                _charged(home, trail, () if chain is None else chain.jobs)
+                _check_charged(home, trail, () if chain is None else chain.jobs)
         budget = policy.data[name].budget or (None if chain is None else chain.budget(name))
         if budget is not None:
             raise PolicyError(
@@ -181,19 +184,18 @@ class ServerColumns:
         tables, terms = self.algorithm.program(problem).of_holder()
         check_terms(terms, self._policy)
         warn_of_large_delta(terms, {home.id: problem.records})
-        before = trail.chain.jobs.get(offer.job)
-        begun = before is not None and CHARGED in before.omissions
+        begun = offer.job in _charged(trail)
         noise = KeptNoise(_kept_secret(folder / _NOISE, home, offer.job, begun))
         job, budget = declared_job(offer.job, offer.data_set, terms, self.algorithm.name, noise)
         ledger = open_ledger(home, self._policy)
         try:
-            charged = _charged(home, trail, ledger.chain.jobs)
+            _check_charged(home, trail, ledger.chain.jobs)
             hold_to_seen(home, ledger)
             opened = ledger.open_job(job, default_budget=budget)
         except BaseException:
             ledger.close()
             raise
-        if offer.job not in charged:
+        if not begun:
             trail.omission(offer.job, CHARGED, f"response of data set '{offer.data_set}'")
 
         def charge(phase: str, index: int) -> None:

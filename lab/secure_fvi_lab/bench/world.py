@@ -211,11 +211,9 @@ class Replayed(LocalEngine):
     silos that came back to it having claimed a question before, and drawn for it, which they were killed in: no log
     tells of that, and they draw by the next number."""
 
-    def __init__(
-        self, silos: Mapping[str, Silo], answered: Answered, claimed: Mapping[bytes, Collection[str]] | None = None
-    ) -> None:
+    def __init__(self, silos: Mapping[str, Silo], answered: Answered, claimed: Mapping[bytes, Collection[str]]) -> None:
         super().__init__(silos)
-        self._answered, self._claimed = answered, claimed or {}
+        self._answered, self._claimed = answered, claimed
         self._away = set[str]()
         self._back: tuple[bytes, tuple[str, ...]] = b"", ()
 

@@ -811,18 +811,21 @@ class VerticalProgram(ColumnsProgram):
             gamma = self.server_core.gamma(known.q.eta, noise)
             pull, h, in_gamma, _ = self._respond(response, self.move(message.tensors["sum"]), gamma, self.weights())
             q = ServerParams(*self._move_gamma(known.q, in_gamma, noise, scale)[0])
-            averaged = local.averaged + 1 if self._averages(message.round - 1) else 0
-            known = Shared(q, running_average(known.average, q.eta, averaged), self._watched(known.monitor, q.eta))
+            average = running_average(known.average, q.eta, self._averaged(message, local))
+            known = Shared(q, average, self._watched(known.monitor, q.eta))
         if self.config.is_power:
             a = local.answered
             return Incoming(pull - a.own, h * (1 - a.share), a.others, a.gamma, a.share), scale, known
         others, none = torch.zeros_like(pull), pull.new_zeros(self.gamma_size)
         return Incoming(pull, h, others, none, torch.ones_like(h)), scale, known
 
+    def _averaged(self, message: Broadcast, local: VerticalLocal) -> int:
+        """How many rounds a silo's average is of, with the one that is answered now."""
+        return local.averaged + 1 if self._averages(message.round - 1) else 0
+
     def _finished(self, message: Broadcast, local: VerticalLocal, new: SiloParams, moments: Moments) -> VerticalLocal:
         """After the steps of the round that `local` is in."""
-        at = self.batch(local.sent_round)
-        averaged = local.averaged + 1 if self._averages(message.round - 1) else 0
+        at, averaged = self.batch(local.sent_round), self._averaged(message, local)
         theta = part(new.shared, "theta")
         log_sd = np.log(to_numpy(self.core.family.stddev(theta)))
         return local._replace(
