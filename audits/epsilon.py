@@ -29,7 +29,8 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum
-from secure_fvi.algorithms.base import CLIP, Broadcast, Pending, Problem, SiloProgram, Step
+from secure_fvi.algorithms.base import CLIP, Broadcast, Pending, Problem, Step
+from secure_fvi.algorithms.kit import Program
 from secure_fvi.algorithms.natural import packed_size, unpack
 from secure_fvi.algorithms.sfvi import SFVI, WarmStart
 from secure_fvi.algorithms.vertical.vertical import HIDDEN_PHASE
@@ -52,7 +53,7 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate, NoiseSource, RecordRelease, Release
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import REPLACE, Terms
-from secure_fvi.server import ServerProgram, claim
+from secure_fvi.server import claim
 from secure_fvi.silo import Silo
 
 #: The attack's name on the command line, and its score in audit.json.
@@ -581,7 +582,7 @@ class Rig:
         key: str,
         watch: Watch,
         noise: float = 1.0,
-        programs: Mapping[str, Callable[[SiloProgram], Any]] = {},
+        programs: Mapping[str, Callable[[Program], Any]] = {},
         aim: Aim | None = None,
     ) -> None:
         """A whole run. `noise`: a factor on the noise behind the claim's back, for controls. `programs` stand in front
@@ -624,7 +625,7 @@ class Rig:
         return terms.noise_multiplier * math.sqrt(shares)
 
 
-def start(silo: Silo, gate: Any, program: SiloProgram) -> None:
+def start(silo: Silo, gate: Any, program: Program) -> None:
     """Put the silo where it was before the first round."""
     silo.program, silo.gate = program, gate
     silo.begin()
@@ -649,9 +650,7 @@ class _Watched:
     """A server's program that shows the adversary what it is given; `terms` may differ from those that were agreed.
     idle: it counts rounds and makes nothing of what it is given. aim: what it says instead."""
 
-    def __init__(
-        self, inner: ServerProgram, terms: Mapping[str, Terms], watch: Watch, idle: bool, aim: Aim | None
-    ) -> None:
+    def __init__(self, inner: Program, terms: Mapping[str, Terms], watch: Watch, idle: bool, aim: Aim | None) -> None:
         self._inner, self.terms, self._watch, self._idle, self._done = inner, terms, watch, idle, 0
         self._aim = aim or (lambda said: said)
 
@@ -674,7 +673,7 @@ class Canaries:
     """The program of a silo that hands over Dirac vectors instead of what it was to compute, or nothing of them."""
 
     def __init__(
-        self, inner: SiloProgram, inside: npt.NDArray[np.int64] | None, batch: tuple[float, Any] | None = None
+        self, inner: Program, inside: npt.NDArray[np.int64] | None, batch: tuple[float, Any] | None = None
     ) -> None:
         """inside: coordinates of the canaries that are there; None for a silo that has none, in or out. batch: they are
         records that are clipped one by one, each in a round's batch with this probability, by this generator."""
@@ -973,7 +972,7 @@ class InOrOut:
 
     def _play(self, key: str, seed: int, inside: bool, noise: float) -> list[Seen]:
         rig, found = self._worlds[inside], list[Seen]()
-        programs: dict[str, Callable[[SiloProgram], Any]] = {}
+        programs: dict[str, Callable[[Program], Any]] = {}
         if self.kind != "dirac":
             for shadow in self._shadows:
                 shadow.start()

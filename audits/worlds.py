@@ -20,7 +20,8 @@ from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum, Total
 from secure_fvi.aggregation.homomorphic import WithHolder
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
-from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Posterior, Problem, SiloProgram
+from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Posterior, Problem
+from secure_fvi.algorithms.kit import Program
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits.transcript import SET_UP, Entry, Sum, Transcript
 from secure_fvi.building import work_of
@@ -35,7 +36,7 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.settings import DP
-from secure_fvi.server import Server, ServerProgram
+from secure_fvi.server import Server
 from secure_fvi.silo import Silo
 from secure_fvi.trees import take, to_numpy
 
@@ -127,8 +128,8 @@ class Shared:
 
     def __init__(self, algorithm: Any, worlds: int) -> None:
         self.configuration, self._worlds = algorithm, worlds
-        self._server: ServerProgram | None = None
-        self._silo: SiloProgram | None = None
+        self._server: Program | None = None
+        self._silo: Program | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.configuration, name)
@@ -139,12 +140,12 @@ class Shared:
         calls: int = self.configuration.expected_calls * self._worlds
         return calls
 
-    def server(self, problem: Problem) -> ServerProgram:
+    def server(self, problem: Problem) -> Program:
         if self._server is None:
             self._server = self.configuration.server(problem)
         return self._server
 
-    def silo(self, problem: Problem) -> SiloProgram:
+    def silo(self, problem: Problem) -> Program:
         if self._silo is None:
             self._silo = self.configuration.silo(problem)
         return self._silo
@@ -222,7 +223,7 @@ class LateStart:
         for _ in Run(Parties(server, engine, guards), lambda _: None):
             pass
         self.posterior: Posterior = server.program.posterior(server.state.algorithm)
-        self._program: SiloProgram = next(iter(engine.silos.values())).program  # whose trace serves all
+        self._program: Program = next(iter(engine.silos.values())).program  # whose trace serves all
         self._layout = server.problem.layout
         self._known: dict[bytes, Any] = {}
         self._pool: tuple[dict[bytes, int], Any] | None = None

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from secure_fvi.aggregation.base import BlockTable, Exchanges, FloatArray, SumServer, Total
-from secure_fvi.algorithms.base import CLIP, ITERATION, Broadcast, Order, Posterior, Step, Verdict
+from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
+from secure_fvi.algorithms.base import CLIP, ITERATION, Broadcast, Step
 from secure_fvi.errors import AggregationError
 from secure_fvi.messages import ROUND, SUM, encode_broadcast, question_digest
 from secure_fvi.privacy.events import Composed
@@ -22,9 +22,7 @@ from secure_fvi.privacy.gate import NoiseSource, curated
 from secure_fvi.privacy.terms import REPLACE, Terms, description, linked_by
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from secure_fvi.algorithms.noise_aware import Clipped, NoiseAware
+    from secure_fvi.algorithms.kit import Program
 
 T = TypeVar("T")
 
@@ -38,80 +36,6 @@ class ServerState(NamedTuple):
     records: int | None  # N over all silos, once a full cohort has answered
     clip: float  # clipping norm of the next round under differential privacy, 0 without
     answered: Mapping[str, tuple[int, int, str, int]]  # of the sums in `accepted`: index, round, phase, iteration
-
-
-class ServerProgram(Protocol):
-    """The server's half of an algorithm on one problem. Its state is a NamedTuple of tensors and plain values."""
-
-    @property
-    def tables(self) -> Mapping[str, BlockTable]:
-        """The blocks of a contribution by phase, the same at every party."""
-        ...
-
-    @property
-    def terms(self) -> Mapping[str, Terms]:
-        """What each phase releases under differential privacy, the same at every party; empty without."""
-        ...
-
-    @property
-    def order(self) -> Order:
-        """The questions that silos answer."""
-        ...
-
-    @property
-    def most_rounds(self) -> int:
-        """Rounds after which a run ends whatever happens; what visits silos in turn knows them only here."""
-        ...
-
-    def init(self) -> Any:
-        """The state before the first round."""
-        ...
-
-    def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        """The next round's message; `accepted` is passed on. Randomness in it is public."""
-        ...
-
-    def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
-        """The next state, from the total (table.size,) times `scale`, for silos that were absent.
-
-        Where a round has several phases the state says which comes next, and only the last one's step may be finished.
-        """
-        ...
-
-    def rounds(self, state: Any) -> int:
-        """Rounds done."""
-        ...
-
-    def posterior(self, state: Any) -> Posterior:
-        """What the state stands for now."""
-        ...
-
-    def replicated(self, state: Any) -> Tensor | None:
-        """(1 + replicates, numbers) over all silos, of their tables and of replicates; None where none were asked for,
-        or are not known."""
-        ...
-
-    @property
-    def uncounted(self) -> str | None:
-        """Under differential privacy, why no posterior of this job will count its noise, as options and model tell
-        before anything is charged; "" without privacy, None where one may."""
-        ...
-
-    def noise_aware(self, state: Any) -> NoiseAware | str:
-        """Under differential privacy, the posterior that counts its noise; or in words why there is none."""
-        ...
-
-    def clipped(self, state: Any) -> Clipped | None:
-        """Under record privacy, how long gradients were, as records released it; None: they do not, or it is hidden."""
-        ...
-
-    def verdict(self, state: Any) -> Verdict:
-        """Whether a run that has ended converged. It may claim so only where the result is right within tolerance."""
-        ...
-
-    def metrics(self, state: Any) -> dict[str, float | None]:
-        """What the algorithm adds to the metrics of a result."""
-        ...
 
 
 class Observer(Protocol):
@@ -129,9 +53,7 @@ class Observer(Protocol):
 class Server:
     """The aggregating party."""
 
-    def __init__(
-        self, problem: Any, program: ServerProgram, secure_sum: SumServer, noise: NoiseSource | None = None
-    ) -> None:
+    def __init__(self, problem: Any, program: Program, secure_sum: SumServer, noise: NoiseSource | None = None) -> None:
         """`problem`: a `Problem` or a `VerticalProblem`; the server itself reads the silos' ids."""
         self.problem, self.program, self._sum = problem, program, secure_sum
         self._noise = noise or NoiseSource()

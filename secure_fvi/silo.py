@@ -27,7 +27,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,6 @@ from secure_fvi.algorithms.base import (
     Phase,
     Problem,
     Question,
-    SiloProgram,
     SiloView,
 )
 from secure_fvi.density import Start
@@ -62,6 +61,9 @@ from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.randomness import UNIT_ID, KeyedDraws
 from secure_fvi.states import moves
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms.kit import Program
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch does not export it to type checkers
 #: What a message, a ledger or a disk makes fail. Whatever else is raised, a silo's data may have made fail.
@@ -141,7 +143,7 @@ class Silo:
     def __init__(
         self,
         name: str,
-        program: SiloProgram,
+        program: Program,
         view: Any,
         secure_sum: SumSilo,
         gate: Gate,
@@ -325,19 +327,18 @@ class Silo:
     def _because(self, said: object, broadcast: Broadcast) -> str:
         """What was said of a contribution that is none, with the site and the latents that it is of, where these are
         seen, in place of what else it might be. For this silo alone, as its data are."""
-        problem = getattr(self.program, "problem", None)
+        problem = self.program.problem
         if self.gate.terms is not None or not isinstance(problem, Problem):
             return str(said)
         rows = {name: value[: self.size] for name, value in self.view.rows.items()}
         why = ""
         with contextlib.suppress(Exception):  # what a server sent may have no mean
-            why = problem.density.misplaced(problem, self.program.where(broadcast), rows)  # type: ignore[attr-defined]
+            why = problem.density.misplaced(problem, self.program.where(broadcast), rows)
         return f"{str(said).partition(';')[0]}: {why}" if why else str(said)
 
     def _uncentred(self) -> bool:
         """Of this silo's data: whether a column is far from 0 in its own sds, as a calendar year is."""
-        rows: Mapping[str, torch.Tensor] = getattr(self.view, "rows", {})
-        for value in rows.values():
+        for value in self.view.rows.values():
             if value.is_floating_point():
                 sd, mean = torch.std_mean(value[: self.size].double(), 0, correction=0)
                 off = mean.abs() / sd
@@ -347,8 +348,8 @@ class Silo:
 
     def _on_raw_scales(self) -> str:
         """What of this silo's data may be why a contribution is too large, by name."""
-        rows: Mapping[str, torch.Tensor] = getattr(self.view, "rows", {})
-        size = {n: float(v.square().mean().sqrt()) for n, v in rows.items() if v.is_floating_point() and v.numel()}
+        rows = self.view.rows.items()
+        size = {n: float(v.square().mean().sqrt()) for n, v in rows if v.is_floating_point() and v.numel()}
         raw = [f"'{name}'" for name in sorted(size, key=lambda name: -size[name]) if size[name] > _RAW]
         if not raw:
             return ""

@@ -14,21 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.compiled import Mode
 from secure_fvi.density import Layout, LogDensity, Params, Start
 from secure_fvi.disclosure import Declaration
 from secure_fvi.errors import ProtocolError
 from secure_fvi.families import GlobalFamily, LocalFamily
 from secure_fvi.federated_model import FederatedModel, Schema
-from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import Terms
 from secure_fvi.randomness import KeyedDraws
 
 if TYPE_CHECKING:
+    from secure_fvi.algorithms.kit import Program
     from secure_fvi.algorithms.noise_aware import NoiseAware
-    from secure_fvi.server import ServerProgram
 
 
 class Problem(NamedTuple):
@@ -352,57 +350,9 @@ class Algorithm(Protocol):
         the model is not known yet."""
         ...
 
-    def server(self, problem: Problem) -> ServerProgram: ...
+    def server(self, problem: Problem) -> Program: ...
 
-    def silo(self, problem: Problem) -> SiloProgram: ...
-
-
-class SiloProgram(Protocol):
-    """The silos' half. Local state is a NamedTuple of tensors and plain values and never leaves the silo.
-
-    `view` is what the program may use of the silo's data: a `SiloView`, or a `VerticalView` in vertical runs.
-    """
-
-    @property
-    def tables(self) -> Mapping[str, BlockTable]: ...
-
-    @property
-    def terms(self) -> Mapping[str, Terms]: ...
-
-    @property
-    def order(self) -> Order:
-        """The questions that a silo answers."""
-        ...
-
-    def init_local(self, view: Any) -> Any:
-        """A silo's state before the first round."""
-        ...
-
-    def contribute(self, message: Broadcast, local: Any, view: Any, gate: Gate) -> tuple[Release, Any]:
-        """What the gate lets out, and the local state to hand to `commit`. Draws are keyed by `view.turn`."""
-        ...
-
-    @property
-    def traced_by_data(self) -> bool:
-        """Whether a silo's data have a say in whether its steps are traced, and are kept so."""
-        ...
-
-    def silence(self, message: Broadcast, local: Any, view: Any, gate: Gate) -> tuple[Release, Any]:
-        """Under privacy, what stands for a contribution into which no data go: nobody else can tell it by what is
-        released, or by how often the ledger is charged."""
-        ...
-
-    def commit(self, local: Any, pending: Pending, accepted: int) -> Any:
-        """The local state from now on; `accepted` is the index of the last sum used that has this silo's term, or 0."""
-        ...
-
-    def blank(self) -> Posterior:
-        """Of the form that this job's posterior has; silos hold what the server names at the end against it."""
-        ...
-
-    def local_fit(self, local: Any) -> Any:
-        """What the local state stands for now: a `LocalFit`; in vertical runs q(theta_j) by name."""
-        ...
+    def silo(self, problem: Problem) -> Program: ...
 
 
 def choose_cohort(silos: tuple[str, ...], size: int, seed: int, round_: int) -> tuple[str, ...]:

@@ -162,8 +162,16 @@ class RowAnswer(NamedTuple):
 
 
 class Program(ABC):
-    """Options bound to a problem: `server.ServerProgram` and `algorithms.base.SiloProgram` in one. It holds no data, so
-    that all silos of a process share its traces; every party builds the same one."""
+    """Options bound to a problem: the server's half and the silos'. It holds no data, so that all silos of a process
+    share its traces; every party builds the same one. Both states are NamedTuples of tensors and plain values, and a
+    silo's never leaves it. Beside what is said here it has, the same at every party,
+
+        tables    the blocks of a contribution by phase
+        terms     what each phase releases under differential privacy; empty without
+        order     the questions that silos answer
+
+    `view` is what it may use of a silo's data: a `SiloView`, or a `VerticalView` in vertical runs.
+    """
 
     #: Why an algorithm takes no record privacy, as an error says it. Empty: it does.
     no_record_privacy: ClassVar[str] = ""
@@ -175,6 +183,7 @@ class Program(ABC):
         if self.no_record_privacy and isinstance(problem.privacy, RecordDP):
             raise InputError(f"{config.name} takes no record privacy{self.no_record_privacy}")
         declared = config.declare(len(problem.silos), problem.privacy is not None)
+        #: Rounds after which a run ends whatever happens.
         self.most_rounds: int = declared.rounds
         self.follows: bool = problem.privacy is not None and problem.privacy.unit in declared.follows
         #: Silos asked in a round.
@@ -204,10 +213,12 @@ class Program(ABC):
         """By phase, in their order within a round."""
 
     @abstractmethod
-    def init(self) -> Any: ...
+    def init(self) -> Any:
+        """The server's state before the first round."""
 
     @abstractmethod
-    def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast: ...
+    def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        """The next round's message; `accepted` is passed on. Randomness in it is public."""
 
     @abstractmethod
     def answer(self, message: Broadcast, local: Any, view: SiloView) -> Answer | RecordAnswer | RowAnswer | FitAnswer:
@@ -215,16 +226,22 @@ class Program(ABC):
 
     @abstractmethod
     def step(self, state: Any, message: Broadcast, sums: Totals, scale: float) -> tuple[Any, Step]:
-        """`scale`: what totals are to be multiplied by for silos that were absent."""
+        """The next state. `scale`: what totals are to be multiplied by for silos that were absent.
+
+        Where a round has several phases the state says which comes next, and only the last one's step may be finished.
+        """
 
     @abstractmethod
-    def posterior(self, state: Any) -> Posterior: ...
+    def posterior(self, state: Any) -> Posterior:
+        """What the state stands for now."""
 
     @abstractmethod
-    def verdict(self, state: Any) -> Verdict: ...
+    def verdict(self, state: Any) -> Verdict:
+        """Whether a run that has ended converged. It may claim so only where the result is right within tolerance."""
 
     @abstractmethod
-    def metrics(self, state: Any) -> dict[str, float | None]: ...
+    def metrics(self, state: Any) -> dict[str, float | None]:
+        """What the algorithm adds to the metrics of a result."""
 
     # ---- what most say alike ----
 
@@ -246,10 +263,12 @@ class Program(ABC):
         return self.cohort(round_) if self.parts[phase].when.counts else self.problem.silos
 
     def init_local(self, view: SiloView) -> Any:
+        """A silo's state before the first round."""
         return ()
 
     def commit(self, local: Any, pending: Pending, accepted: int) -> Any:
-        """A local state that follows the global one step by step."""
+        """The local state from now on, as one that follows the global one step by step; `accepted` is the index of the
+        last sum used that has this silo's term, or 0."""
         after, counts = pending.local, pending.sum_index == accepted
         if isinstance(after, Moved):
             return after.into(local, counts)
@@ -281,7 +300,7 @@ class Program(ABC):
         return counted + torch.cat([found, found.new_ones(1)])
 
     def clipped(self, state: Any) -> Clipped | None:
-        """How many gradients were cut, where records tell it."""
+        """Under record privacy, how long gradients were, as records released it; None: they do not, or it is hidden."""
         if self.lengths is None or not state.counted[-1]:
             return None
         terms, rounds = next(iter(self.terms.values())), float(state.counted[-1])
@@ -291,24 +310,31 @@ class Program(ABC):
 
     @property
     def uncounted(self) -> str | None:
+        """Under differential privacy, why no posterior of this job will count its noise, as options and model tell
+        before anything is charged; "" without privacy, None where one may."""
         return f"it is not worked out how far noise moves {self.config.name}" if self.terms else ""
 
     def noise_aware(self, state: Any) -> NoiseAware | str:
+        """Under differential privacy, the posterior that counts its noise; or in words why there is none."""
         assert self.uncounted is not None, "an algorithm whose posterior may count noise says how"
         return self.uncounted
 
     def local_fit(self, local: Any) -> LocalFit:
-        """No latents of its own."""
+        """What the local state stands for now, here no latents of its own; in vertical runs q(theta_j) by name."""
         family = Conditional().build(0, self.problem.layout.size("global"), 1)
         return LocalFit(family, {}, family, {}, 1)
 
     def replicated(self, state: Any) -> Tensor | None:
+        """(1 + replicates, numbers) over all silos, of their tables and of replicates; None where none were asked for,
+        or are not known."""
         return None
 
     def blank(self) -> Posterior:
+        """Of the form that this job's posterior has; silos hold what the server names at the end against it."""
         return self.posterior(self.init())
 
     def rounds(self, state: Any) -> int:
+        """Rounds done."""
         return int(state.round)
 
     @property
@@ -328,6 +354,7 @@ class Program(ABC):
     # ---- what follows for all ----
 
     def contribute(self, message: Broadcast, local: Any, view: SiloView, gate: Gate) -> tuple[Release, Any]:
+        """What the gate lets out, and the local state to hand to `commit`."""
         found, phase = self.answer(message, local, view), message.phase
         if isinstance(found, RowAnswer):
             return found.through(gate)
@@ -360,7 +387,8 @@ class Program(ABC):
         return release, found.released(terms.in_clear(release.values, clip)[: len(values)])
 
     def silence(self, message: Broadcast, local: Any, view: Any, gate: Gate) -> tuple[Release, Any]:
-        """As `contribute`, of a silo whose data go into no answer: released and charged as an answer is."""
+        """As `contribute`, under privacy, of a silo whose data go into no answer: released and charged as an answer is,
+        so that nobody else can tell it."""
         return gate.release_nothing(), local
 
     def _fitted_answer(self, found: FitAnswer, message: Broadcast, gate: Gate) -> tuple[Release, Any]:
@@ -375,6 +403,7 @@ class Program(ABC):
         return release, after.local if after.released is None else after.released(release.values)
 
     def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
+        """`step`, of a total (table.size,)."""
         sums = self.tables[message.phase].split(total)
         if not (np.abs(sums.pop(UNABLE.name, np.zeros(1))) <= _ZERO).all():
             raise AggregationError(

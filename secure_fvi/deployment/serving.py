@@ -57,11 +57,12 @@ from secure_fvi.runs.directory import EVIDENCE, SIGNATURE, RunDirectory, read_js
 from secure_fvi.runs.federation import FederationBase, written_out
 from secure_fvi.runs.marginals import standing
 from secure_fvi.runs.records import settled
-from secure_fvi.server import Server, ServerProgram
+from secure_fvi.server import Server
 from secure_fvi.trees import merge, plain
 from secure_fvi.wire import agreed
 
 if TYPE_CHECKING:
+    from secure_fvi.algorithms.kit import Program
     from secure_fvi.deployment.columns_server import ServerColumns
 
 _log = logging.getLogger(__name__)
@@ -189,16 +190,16 @@ class RemoteFederation(FederationBase):
                 hub.close()
 
 
-def program_of(federation: RemoteFederation, problem: Problem) -> ServerProgram:
+def program_of(federation: RemoteFederation, problem: Problem) -> Program:
     """The server's half of the algorithm. Raises InputError for one that shows more than the job discloses, or that
     its sums cannot carry."""
     algorithm, aggregation, columns = federation.algorithm, federation.aggregation, federation.columns
-    program: ServerProgram = algorithm.server(problem) if columns is None else columns.program(problem)
+    program: Program = algorithm.server(problem) if columns is None else columns.program(problem)
     federation.disclosed.of_program(program.tables, program.terms, aggregation)
     return program
 
 
-def most_sums(program: ServerProgram, silos: int) -> int:
+def most_sums(program: Program, silos: int) -> int:
     """More sums than a job under differential privacy has: each was charged by somebody, or ended a session, or lies
     between two such as one of a phase that releases nothing."""
     declared = sum(terms.releases for terms in program.terms.values())
@@ -372,7 +373,7 @@ class Hub:
             server.skip_to(self._believed())
         return _Parties(server, aggregation)
 
-    def _charged(self, joined: Mapping[str, talk.Joined], decided: int, program: ServerProgram) -> int:
+    def _charged(self, joined: Mapping[str, talk.Joined], decided: int, program: Program) -> int:
         """The last sum that any silo's ledger says it has charged; `decided`: the last that is known here.
 
         Raises ProtocolError that names a silo whose word no sums of this job can make true. What was believed before is
