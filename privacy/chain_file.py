@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import committed
@@ -237,111 +237,119 @@ def ahead(chain: ChainReader, now: float) -> str:
     )
 
 
-class Writer(Generic[C]):
-    """One party's chain with the key that signs it. clock: seconds since 1970."""
+class Book(Generic[C]):
+    """One party's chain with the key that signs it, to write to and to have countersigned. For one thread at a time,
+    while other processes may write the same file. clock: seconds since 1970."""
 
     def __init__(self, file: ChainFile, chain: C, identity: Identity, clock: Callable[[], float]) -> None:
-        self.file, self.chain = file, chain
+        self._file, self._chain = file, chain
         self._identity, self._clock = identity, clock
         self._rolled_back = False
         self._rows: list[Row] = []  # of the transaction that is open
 
     @classmethod
-    def open(
+    def opened(
         cls,
         path: str | os.PathLike[str],
         chain: C,
-        signer: Callable[[bytes], Identity],
+        identity: Identity | Callable[[bytes], Identity],
         missing: str,
         *,
         create: bool,
         clock: Callable[[], float],
-    ) -> Writer[C]:
+    ) -> Self:
         """The records in the file `path` of the party whose `chain`, still empty, is given.
 
-        signer: the key for the public key with which the records began (b"" for new ones). Raises InputError saying
-        what is `missing` where there are none and `create` is False, and for another key's, ProtocolError for records
-        that were tampered with.
+        identity: the key that signs it, or a function to it from the public key with which the records began (b"" for
+        new ones), since they stay with their first. Raises InputError saying what is `missing` where there are none and
+        `create` is False, and for another key's, ProtocolError for records that were tampered with.
         """
         file = ChainFile(Path(path), chain.kind, create)
         try:
             follow_rows(file, chain)
             if not (chain.length or create):
                 raise InputError(missing)
-            writer = cls(file, chain, signer(chain.public_key), clock)
-            writer.begin()
+            own = identity if isinstance(identity, Identity) else identity(chain.public_key)
+            book = cls(file, chain, own, clock)
+            book._begin()
         except BaseException:
             file.close()
             raise
-        return writer
+        return book
 
     def __repr__(self) -> str:
-        return f"Writer({self.chain!r})"
+        return f"{type(self).__name__}({str(self._file.path)!r}, {self._chain!r})"
+
+    @property
+    def chain(self) -> C:
+        """What the chain says by now, the rows of other processes included. For reading only."""
+        self._catch_up()
+        return self._chain
 
     @property
     def _whose(self) -> str:
-        return f"{self.chain.kind.name} of silo '{self.chain.silo}'"
+        return f"{self._chain.kind.name} of silo '{self._chain.silo}'"
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Make the chain if there is none; raises InputError if it is another key's."""
-        if not self.chain.length:
-            with self.transaction():
-                if not self.chain.length:  # no other process was faster
-                    self.append(GENESIS, {"silo": self.chain.silo, "public_key": self._identity.public_key})
-        if self.chain.public_key != self._identity.public_key:
+        if not self._chain.length:
+            with self._transaction():
+                if not self._chain.length:  # no other process was faster
+                    self._append(GENESIS, {"silo": self._chain.silo, "public_key": self._identity.public_key})
+        if self._chain.public_key != self._identity.public_key:
             raise InputError(
-                f"'{self.file.path}' holds a {self.chain.kind.name} of another silo: the chain of "
-                f"'{self.chain.silo}' was created with another key"
+                f"'{self._file.path}' holds a {self._chain.kind.name} of another silo: the chain of "
+                f"'{self._chain.silo}' was created with another key"
             )
 
     @contextmanager
-    def transaction(self, durable: bool = True) -> Iterator[None]:
+    def _transaction(self, durable: bool = True) -> Iterator[None]:
         """Starts from the newest rows, under the file's lock; what is appended is on disk at the end, or nothing is.
 
         durable: see `ChainFile.transaction`.
         """
-        self.check_usable()
+        self._check_usable()
         self._rows = []
-        with self.file.transaction(durable):
+        with self._file.transaction(durable):
             if not self._newest():
-                self.catch_up()
+                self._catch_up()
                 if not self._newest():
                     raise ProtocolError(f"{self._whose}: rows vanished from under a running process")
             yield
             self._write()
         written, self._rows = self._rows, []
         for row in written:  # need not be read back
-            self.chain.follow(row)
+            self._chain.follow(row)
 
-    def append(self, kind: str, body: dict[str, Any]) -> None:
+    def _append(self, kind: str, body: dict[str, Any]) -> None:
         """Add a row; within a transaction."""
-        chain = self.chain
+        chain = self._chain
         seq, previous = (self._rows[-1].seq, self._rows[-1].hash) if self._rows else (chain.length, chain.head)
-        self._rows.append(make_row(chain.kind, chain.silo, seq + 1, previous, self.now(), kind, body))
+        self._rows.append(make_row(chain.kind, chain.silo, seq + 1, previous, self._now(), kind, body))
 
     def _newest(self) -> bool:
-        return self.file.tail(self.chain.silo) == (self.chain.length, self.chain.head)
+        return self._file.tail(self._chain.silo) == (self._chain.length, self._chain.head)
 
     def _write(self) -> None:
         """Sign and store the rows of a transaction."""
-        label = self.chain.kind.label("row")
+        label = self._chain.kind.label("row")
         for at, row in enumerate(self._rows):
-            if self.chain.kind.each_signed or row is self._rows[-1]:
+            if self._chain.kind.each_signed or row is self._rows[-1]:
                 self._rows[at] = row._replace(signature=self._identity.sign(label + row.hash))
-            self.file.append(self.chain.silo, self._rows[at])
+            self._file.append(self._chain.silo, self._rows[at])
 
-    def catch_up(self) -> None:
+    def _catch_up(self) -> None:
         """Take in the rows that were added since, by whichever process."""
-        follow_rows(self.file, self.chain)
+        follow_rows(self._file, self._chain)
 
     def _hash_at(self, length: int) -> bytes | None:
         if length == 0:
             return NOTHING
-        return next((row.hash for row in self.file.rows(self.chain.silo, length - 1, length)), None)
+        return next((row.hash for row in self._file.rows(self._chain.silo, length - 1, length)), None)
 
-    def now(self) -> int:
+    def _now(self) -> int:
         """Microseconds since 1970, never before the newest row. Raises RecordError for a clock that was set back."""
-        now, last = int(self._clock() * 1e6), self._rows[-1].time if self._rows else self.chain.time
+        now, last = int(self._clock() * 1e6), self._rows[-1].time if self._rows else self._chain.time
         if not is_time(now):  # a row of that time is read by nobody
             raise RecordError(
                 f"the clock reads {now // 10**6} seconds since 1970, which is no date; set the clock right"
@@ -358,18 +366,18 @@ class Writer(Generic[C]):
 
         For a witness, which says by `Witness.length` since where; all parties may see it.
         """
-        self.catch_up()
-        c = self.chain
-        links = [row.content(c.kind, c.silo) for row in self.file.rows(c.silo, since, c.length)]
+        self._catch_up()
+        c = self._chain
+        links = [row.content(c.kind, c.silo) for row in self._file.rows(c.silo, since, c.length)]
         return make_statement(
-            c.kind, c.silo, c.public_key, c.length, c.head, self.now(), since, links, self._identity.sign
+            c.kind, c.silo, c.public_key, c.length, c.head, self._now(), since, links, self._identity.sign
         )
 
     def add_receipt(self, receipt: bytes, witness_key: bytes) -> None:
         """Keep a witness's receipt as a row. Raises ProtocolError if it is forged or shows more than this chain."""
         self.check_receipts([receipt], [witness_key])
-        with self.transaction():
-            self.append(RECEIPT, {"receipt": receipt})
+        with self._transaction():
+            self._append(RECEIPT, {"receipt": receipt})
 
     def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
         """Raise ProtocolError and refuse all further writes if a receipt shows rows that this chain does not have.
@@ -378,8 +386,8 @@ class Writer(Generic[C]):
         the site accepts. A receipt by any other, or one that this chain's own key never signed, is refused as forged
         (WitnessFault for the latter), which leaves the chain usable.
         """
-        self.catch_up()
-        keys, chain = frozenset(witness_keys), self.chain
+        self._catch_up()
+        keys, chain = frozenset(witness_keys), self._chain
         for data in receipts:
             receipt = check_receipt(data, keys, chain.kind)
             if receipt.public_key != chain.public_key:
@@ -388,52 +396,19 @@ class Writer(Generic[C]):
 
     def check_holds(self, length: int, head: bytes) -> None:
         """Raise ProtocolError and refuse all further writes unless row `length` of this chain has the hash `head`."""
-        self.catch_up()
+        self._catch_up()
         if self._hash_at(length) != head:
             self._rolled_back = True
-            self.check_usable()
+            self._check_usable()
 
-    def check_usable(self) -> None:
+    def _check_usable(self) -> None:
         """Raises ProtocolError once somebody has seen rows that this file does not hold."""
         if self._rolled_back:
             raise ProtocolError(
                 f"the {self._whose} was rolled back: a witness has seen rows that it does not hold; "
-                f"restore the newest copy, or {self.chain.kind.otherwise}"
+                f"restore the newest copy, or {self._chain.kind.otherwise}"
             )
-
-
-class Book(Generic[C]):
-    """One party's chain, to write to and to have countersigned. For one thread at a time, while other processes may
-    write the same file."""
-
-    def __init__(self, writer: Writer[C]) -> None:
-        self._writer = writer
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._writer.file.path)!r}, {self._writer.chain!r})"
-
-    @property
-    def chain(self) -> C:
-        """What the chain says by now, the rows of other processes included. For reading only."""
-        self._writer.catch_up()
-        return self._writer.chain
-
-    def statement(self, since: int = 0) -> bytes:
-        """What a witness countersigns: `Writer.statement`."""
-        return self._writer.statement(since)
-
-    def add_receipt(self, receipt: bytes, witness_key: bytes) -> None:
-        """Keep a witness's receipt: `Writer.add_receipt`."""
-        self._writer.add_receipt(receipt, witness_key)
-
-    def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
-        """Refuse all writes if a receipt shows rows that this chain does not have: `Writer.check_receipts`."""
-        self._writer.check_receipts(receipts, witness_keys)
-
-    def check_holds(self, length: int, head: bytes) -> None:
-        """Refuse all writes unless row `length` has the hash `head`: `Writer.check_holds`."""
-        self._writer.check_holds(length, head)
 
     def close(self) -> None:
         """Let go of the file; what was written stays."""
-        self._writer.file.close()
+        self._file.close()

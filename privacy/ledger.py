@@ -28,7 +28,7 @@ from secure_fvi.errors import BudgetError, InputError, ProtocolError
 from secure_fvi.key_files import create_key, key_path, load_key
 from secure_fvi.privacy.accounting import admitted, job_curve, refusal
 from secure_fvi.privacy.chain import ChainReader, Row, check_keys
-from secure_fvi.privacy.chain_file import Book, ChainFile, Writer, follow_rows
+from secure_fvi.privacy.chain_file import Book, ChainFile, follow_rows
 from secure_fvi.privacy.ledger_terms import (
     BUDGET,
     CLOSE,
@@ -137,13 +137,6 @@ class Chain(ChainReader):
         return record
 
 
-def read_chain(file: ChainFile, silo: str) -> Chain:
-    """The ledger of `silo`, checked by links and the newest signature; of length 0 where there is none."""
-    chain = Chain(silo)
-    follow_rows(file, chain)
-    return chain
-
-
 def read_ledger(path: str | os.PathLike[str], silo: str | None = None) -> dict[str, Chain]:
     """The chains in the file, or that of `silo`, by silo id; links and newest signatures are checked.
 
@@ -151,7 +144,9 @@ def read_ledger(path: str | os.PathLike[str], silo: str | None = None) -> dict[s
     """
     file = ChainFile(Path(path), LEDGER, read_only=True)
     try:
-        chains = {s: read_chain(file, s) for s in (file.silos() if silo is None else [silo])}
+        chains = {s: Chain(s) for s in (file.silos() if silo is None else [silo])}
+        for chain in chains.values():
+            follow_rows(file, chain)
     finally:
         file.close()
     if not chains or any(not c.length for c in chains.values()):
@@ -188,14 +183,14 @@ class Ledger(Book[Chain]):
         """
         check_name("silo", silo)
 
-        def signer(begun: bytes) -> Identity:
-            if identity is not None:
-                return identity if isinstance(identity, Identity) else identity(begun)
+        def beside(begun: bytes) -> Identity:
             file = key_path(path, silo)
             return load_key(file, passphrase) if begun else create_key(file, passphrase, unsealed=True)
 
         missing = f"'{path}' holds no ledger of silo '{silo}'; `secure-fvi budget set` makes one"
-        return cls(Writer.open(path, Chain(silo), signer, missing, create=create, clock=clock))
+        return cls.opened(
+            path, Chain(silo), beside if identity is None else identity, missing, create=create, clock=clock
+        )
 
     def set_budget(self, budget: Budget, records: int | None = None) -> None:
         """Set, raise or lower what a data set may spend. What was spent stays spent; the unit cannot change.
@@ -204,14 +199,14 @@ class Ledger(Book[Chain]):
         """
         if records is not None and budget.unit == "record":
             warn_of_large_delta(budget.delta, records)
-        with self._writer.transaction():
-            before = self._writer.chain.budget(budget.data_set)
+        with self._transaction():
+            before = self._chain.budget(budget.data_set)
             if before is not None and before.unit != budget.unit:
                 raise InputError(
                     f"the unit of data set '{budget.data_set}' is '{before.unit}' and cannot become '{budget.unit}'"
                 )
             if before != budget:
-                self._writer.append(BUDGET, budget.to_body())
+                self._append(BUDGET, budget.to_body())
 
     def open_job(self, job: Job, *, default_budget: Budget | None = None, block: int = 1) -> OpenJob:
         """Charge the whole of `job`, at the most that it declared, or go on with it if it is charged already.
@@ -225,10 +220,10 @@ class Ledger(Book[Chain]):
         with self._asking(job):
             budget = self._admit(job, default_budget)
             if budget is not None:
-                if self._writer.chain.budget(job.data_set) is None:
-                    self._writer.append(BUDGET, budget.to_body())
-                self._writer.append(JOB, job.to_body())
-        return OpenJob(self._writer, self._writer.chain.jobs[job.job], block)
+                if self._chain.budget(job.data_set) is None:
+                    self._append(BUDGET, budget.to_body())
+                self._append(JOB, job.to_body())
+        return OpenJob(self, self._chain.jobs[job.job], block)
 
     def check_job(self, job: Job, *, default_budget: Budget | None = None) -> None:
         """Raise what `open_job` would raise by now, and write nothing: to ask all silos before one is charged."""
@@ -239,7 +234,7 @@ class Ledger(Book[Chain]):
         """The budget under which `job` fits; None for a job that is charged already."""
         if default_budget is not None and default_budget.data_set != job.data_set:
             raise InputError(f"default_budget is for data set '{default_budget.data_set}', the job on '{job.data_set}'")
-        chain = self._writer.chain
+        chain = self._chain
         record = chain.jobs.get(job.job)
         if record is not None:
             changed = record.job.difference(job)
@@ -253,7 +248,7 @@ class Ledger(Book[Chain]):
         if budget is None:
             raise BudgetError(
                 f"silo '{chain.silo}' has set no budget for data set '{job.data_set}'; set one with "
-                f"`secure-fvi budget set {self._writer.file.path} --silo {chain.silo} --data-set {job.data_set} "
+                f"`secure-fvi budget set {self._file.path} --silo {chain.silo} --data-set {job.data_set} "
                 f"--epsilon E --delta D --unit {job.unit}`"
             )
         if budget.unit != job.unit:
@@ -273,11 +268,11 @@ class Ledger(Book[Chain]):
         if job.job not in self.chain.jobs:
             job_curve(job)
         try:
-            with self._writer.transaction():
+            with self._transaction():
                 yield
         except _DoesNotFitError as error:
             text = refusal(error.budget, error.charged, job)
-            raise BudgetError(f"silo '{self._writer.chain.silo}' refuses: {text}") from None
+            raise BudgetError(f"silo '{self._chain.silo}' refuses: {text}") from None
 
 
 class _DoesNotFitError(Exception):
@@ -299,8 +294,8 @@ def check_block(block: object) -> None:
 class OpenJob:
     """Made by `Ledger.open_job`. block: releases that one durable row reserves; a crash loses the rest of a block."""
 
-    def __init__(self, writer: Writer[Chain], record: JobRecord, block: int) -> None:
-        self._writer, self._record, self._block = writer, record, block
+    def __init__(self, ledger: Ledger, record: JobRecord, block: int) -> None:
+        self._ledger, self._record, self._block = ledger, record, block
         # Of the blocks that this process reserved: what is left, the largest index, and what was sent, by phase.
         self._left: dict[str, int] = {}
         self._last: dict[str, int] = {}
@@ -325,7 +320,7 @@ class OpenJob:
         if digest is not None and not (type(digest) is bytes and 1 <= len(digest) <= 64):
             raise InputError("the digest of a release must be 1 to 64 bytes")
         self.job.term(phase)
-        self._writer.check_usable()
+        self._ledger._check_usable()
         if self._is_retry(phase, index, digest):
             return
         if not self._left.get(phase):
@@ -352,12 +347,12 @@ class OpenJob:
     def close(self, outcome: str) -> None:
         """Write down how the job ended. Refunds nothing; a job that is resumed later may use what it has left."""
         check_name("outcome", outcome)
-        with self._writer.transaction():
-            self._writer.append(CLOSE, {"job": self.job.job, "outcome": outcome})
+        with self._ledger._transaction():
+            self._ledger._append(CLOSE, {"job": self.job.job, "outcome": outcome})
 
     def _reserve(self, phase: str, index: int, digest: bytes | None) -> int:
         """Reserve a block from `index` on, durably; how many. 0 if another process just sent the same bytes."""
-        with self._writer.transaction():
+        with self._ledger._transaction():
             if self._is_retry(phase, index, digest):
                 return 0
             declared, released = self.job.term(phase).count, self._record.released.get(phase, 0)
@@ -368,7 +363,7 @@ class OpenJob:
                 )
             count = min(self._block, declared - released)
             body = {"job": self.job.job, "phase": phase, "index": index, "digest": digest, "count": count}
-            self._writer.append(RELEASE, body)
+            self._ledger._append(RELEASE, body)
         return count
 
     def _is_retry(self, phase: str, index: int, digest: bytes | None) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import HomeError, InputError, ProtocolError, SecureFVIError
 from secure_fvi.privacy.chain import ChainKind, ChainReader, Row, check_keys
-from secure_fvi.privacy.chain_file import Book, Writer
+from secure_fvi.privacy.chain_file import Book, ChainFile
 
 SYNC_ROWS, SYNC_SECONDS = 100, 1.0
 #: Rows a day, of jobs and notes together, that a server can make by asking: it does not fill a site's disk.
@@ -63,8 +63,8 @@ class JobEntry:
 class Trail(Book["TrailChain"]):
     """One party's log. Made by `open`."""
 
-    def __init__(self, writer: Writer[TrailChain]) -> None:
-        super().__init__(writer)
+    def __init__(self, file: ChainFile, chain: TrailChain, identity: Identity, clock: Callable[[], float]) -> None:
+        super().__init__(file, chain, identity, clock)
         self._unsynced, self._synced_at = 0, time.monotonic()
         self._more, self._more_since = 0, 0  # refusals without a row, and the day of the first
 
@@ -78,18 +78,9 @@ class Trail(Book["TrailChain"]):
         create: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> Trail:
-        """The log of `party` in the file `path`.
-
-        identity: the key that signs it, or a function to it from the public key that the log began with (b"" for a new
-        one), since a log stays with its first key. Raises InputError for a missing log or another key's, ProtocolError
-        for one that was tampered with.
-        """
-
-        def signer(begun: bytes) -> Identity:
-            return identity if isinstance(identity, Identity) else identity(begun)
-
+        """The log of `party` in the file `path`: `Book.opened`."""
         missing = f"'{path}' holds no audit log of '{party}'"
-        return cls(Writer.open(path, TrailChain(party), signer, missing, create=create, clock=clock))
+        return cls.opened(path, TrailChain(party), identity, missing, create=create, clock=clock)
 
     def roster(self, serial: int, roster: bytes) -> None:
         """The roster that is in force. Raises HomeError for one that another has replaced since, as this log has it: a
@@ -123,18 +114,18 @@ class Trail(Book["TrailChain"]):
     @property
     def full(self) -> bool:
         """Whether what a server asks has no more rows today."""
-        return self.chain.asked(self._writer.now()) >= MOST_ASKED
+        return self.chain.asked(self._now()) >= MOST_ASKED
 
     def omission(self, job: str, kind: str, what: str) -> None:
         """What a server did not use or get: this silo's answer ("left out"), silos of a cohort ("difference"), an
         answer ("refused"), a question that the data could not answer ("unanswerable"). And that a silo's people were
         matched for the job ("matched"), which its policy counts; that a server's own ledger is charged ("charged")."""
-        self._writer.chain.check_known(job)
+        self._chain.check_known(job)
         self._durable(OMISSION, {"job": job, "kind": kind, "what": what})
 
     def close_job(self, job: str, outcome: str) -> None:
         """How a job ended."""
-        self._writer.chain.check_known(job)
+        self._chain.check_known(job)
         self._durable(CLOSE, {"job": job, "outcome": outcome})
 
     def exchanges(self, job: str, seen: Sequence[Exchange]) -> None:
@@ -145,11 +136,11 @@ class Trail(Book["TrailChain"]):
         now = time.monotonic()
         self._unsynced += len(seen)
         durable = self._unsynced >= SYNC_ROWS or now - self._synced_at >= SYNC_SECONDS
-        with self._writer.transaction(durable):
-            self._writer.chain.check_open(job)
+        with self._transaction(durable):
+            self._chain.check_open(job)
             known: dict[int, list[Any]] = {}
             for e in seen:
-                self._writer.append(EXCHANGE, _body(job, e, known))
+                self._append(EXCHANGE, _body(job, e, known))
         if durable:
             self._unsynced, self._synced_at = 0, now
 
@@ -167,7 +158,7 @@ class Trail(Book["TrailChain"]):
     def _asked(self, kind: str, body: dict[str, Any]) -> None:
         """A row that a server's message makes; once the day has `MOST_ASKED`, one that says so, and afterwards how many
         more there were."""
-        today = self._writer.now() // DAY
+        today = self._now() // DAY
         if self._more and self._more_since != today:
             self._tell_more()
         if not self.full:
@@ -185,13 +176,13 @@ class Trail(Book["TrailChain"]):
             self._more = 0
 
     def _durable(self, kind: str, body: dict[str, Any]) -> None:
-        with self._writer.transaction():
-            self._writer.append(kind, body)
+        with self._transaction():
+            self._append(kind, body)
         self._unsynced, self._synced_at = 0, time.monotonic()
 
     def _sync(self) -> None:
         if self._unsynced:
-            self._writer.file.sync()
+            self._file.sync()
             self._unsynced, self._synced_at = 0, time.monotonic()
 
 

@@ -18,7 +18,7 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import cli
 from secure_fvi.cli.serving import start_log
 from secure_fvi.deployment.trail import TrailChain
-from secure_fvi.privacy.chain_file import Writer
+from secure_fvi.privacy.chain_file import Book
 from secure_fvi.privacy.ledger import Chain
 
 
@@ -70,7 +70,7 @@ def test_quiet_leaves_errors(capsys: pytest.CaptureFixture[str]) -> None:
 def test_another_members_file_moves_no_cursor(tmp_path: Path, chain: Any, verify: list[str]) -> None:
     """Whose it is says the file itself. The control is that name as it is, which clears the screen."""
     name, own = "a\x1b[2J\x1b[1;1Hverified\nfake line", Identity()
-    Writer.open(tmp_path / "f.sqlite", chain(name), lambda begun: own, "", create=True, clock=time.time).file.close()
+    Book.opened(tmp_path / "f.sqlite", chain(name), lambda begun: own, "", create=True, clock=time.time).close()
     said = CliRunner().invoke(cli, [*verify, str(tmp_path / "f.sqlite")], color=True).output
     assert "a?[2J?[1;1Hverified?fake line" in said
     assert "\x1b" not in said
@@ -81,7 +81,7 @@ def test_another_members_file_moves_no_cursor(tmp_path: Path, chain: Any, verify
 def test_a_damaged_row_is_shown_as_it_is(tmp_path: Path, damage: str) -> None:
     """`show` checks nothing: it ended with a fault of its own at such a row. `verify` names it."""
     path, own = tmp_path / "f.sqlite", Identity()
-    Writer.open(path, TrailChain("a"), lambda begun: own, "", create=True, clock=time.time).file.close()
+    Book.opened(path, TrailChain("a"), lambda begun: own, "", create=True, clock=time.time).close()
     with closing(sqlite3.connect(path)) as file, file:
         file.execute(f"UPDATE rows SET {damage}")
     for more in ([], ["--json"]):

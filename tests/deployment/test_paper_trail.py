@@ -343,7 +343,7 @@ def test_an_exchange_needs_an_accepted_job(tmp_path: Path) -> None:
 
 
 def test_full_disk_means_that_nothing_leaves(pair: Pair) -> None:
-    connection = pair.site._writer.file._connection
+    connection = pair.site._file._connection
     pages = connection.execute("PRAGMA page_count").fetchone()[0]
     connection.execute(f"PRAGMA max_page_count = {pages}")
     many = [Exchange("hub", "x", b"ask %d" % i, b"answer") for i in range(200)]
@@ -361,7 +361,7 @@ def test_full_disk_means_that_nothing_leaves(pair: Pair) -> None:
 def test_rows_are_forced_in_groups(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges wait for each other, the job's rows do not."""
     forced: list[bool] = []
-    file = pair.site._writer.file
+    file = pair.site._file
     original: Callable[..., object] = file.transaction
 
     def watched(durable: bool = True) -> object:

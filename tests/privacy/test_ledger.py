@@ -498,4 +498,4 @@ def test_reading_for_reports(tmp_path: Path) -> None:
 def test_no_secret_shows_in_a_repr(tmp_path: Path) -> None:
     ledger = new_ledger(tmp_path)
     job = ledger.open_job(gaussian_job())
-    assert "PrivateKey" not in repr(ledger) + repr(job) + repr(ledger._writer) + repr(vars(ledger._writer))
+    assert "PrivateKey" not in repr(ledger) + repr(job) + repr(vars(ledger))

@@ -137,11 +137,10 @@ def test_what_was_done_to_a_ledger_is_found_as_it_is_opened(tmp_path: Path, case
 
 def forge(ledger: Ledger, kind: str, body: dict[str, Any], time: int | None = None) -> None:
     """A row that the silo's key signs although the ledger would not write it."""
-    writer = ledger._writer
     if time is not None:
-        writer.now = lambda: time  # type: ignore[method-assign]
-    with contextlib.suppress(InputError, ProtocolError), writer.transaction():
-        writer.append(kind, body)
+        ledger._now = lambda: time  # type: ignore[method-assign]
+    with contextlib.suppress(InputError, ProtocolError), ledger._transaction():
+        ledger._append(kind, body)
 
 
 RELEASE = {"job": "job", "phase": "gradient", "index": 99, "digest": None, "count": 1}

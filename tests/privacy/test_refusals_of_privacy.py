@@ -232,7 +232,7 @@ def test_ledgers_are_opened_by_a_name_and_used_in_blocks(tmp_path: Path) -> None
     with pytest.raises(InputError, match="outcome must be"):
         job.close("")
     job.charge("gradient", 0)
-    ledger._writer._rolled_back = True  # a witness has seen more
+    ledger._rolled_back = True  # a witness has seen more
     with pytest.raises(ProtocolError, match="was rolled back"):
         job.charge("gradient", 1)  # within the block, which touches no disk
 
