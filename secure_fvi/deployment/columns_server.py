@@ -39,7 +39,7 @@ from secure_fvi.deployment.columns_job import (
     matching_roster,
     read_aligned,
 )
-from secure_fvi.deployment.countersigning import Exchange, answer_of, hold_to_seen, open_ledger, open_trail
+from secure_fvi.deployment.countersigning import Exchange, answer_of, hold_to_seen, open_ledger, open_trail, own_ledger
 from secure_fvi.deployment.holding import open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
@@ -62,7 +62,6 @@ from secure_fvi.errors import InputError, PolicyError, ProtocolError, RecordErro
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import own_bytes, own_file, write_atomically
 from secure_fvi.privacy.gate import Gate, KeptNoise
-from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.settings import DP
 from secure_fvi.runs.columns import response_columns
 from secure_fvi.runs.config import Config, chosen
@@ -161,7 +160,7 @@ class ServerColumns:
         name = None if policy is None else data_set_with(policy.data, self._path)
         if policy is None or name is None:
             return
-        chain = read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
+        chain = own_ledger(home)
         if home.log_file.exists():
             with closing(open_trail(home)) as trail:
                 _check_charged(home, trail, () if chain is None else chain.jobs)

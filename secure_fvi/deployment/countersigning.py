@@ -33,7 +33,7 @@ from secure_fvi.deployment.trail import TRAIL, Trail
 from secure_fvi.errors import ProtocolError
 from secure_fvi.files import read_bytes
 from secure_fvi.privacy.chain import ChainKind
-from secure_fvi.privacy.ledger import Ledger
+from secure_fvi.privacy.ledger import Chain, Ledger, read_ledger
 from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.privacy.witness import (
     Witness,
@@ -290,6 +290,11 @@ def open_ledger(home: Home, policy: SitePolicy | None = None) -> Ledger:
         if rule.budget is not None:
             ledger.set_budget(rule.budget)
     return ledger
+
+
+def own_ledger(home: Home) -> Chain | None:
+    """What the site's ledger says, where it has one. Needs no key."""
+    return read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
 
 
 def hold_to_seen(home: Home, ledger: Ledger) -> None:

@@ -8,6 +8,7 @@ import hashlib
 from typing import Any, NamedTuple
 
 from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.countersigning import own_ledger
 from secure_fvi.deployment.fence import UNFENCED
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, read_offer
@@ -25,7 +26,6 @@ from secure_fvi.errors import (
     told,
 )
 from secure_fvi.files import own_files
-from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.settings import RecordDP, exact_totals
 from secure_fvi.runs.config import Config, Model, chosen
 from secure_fvi.runs.records import formula_columns, formula_families, site_dictionary
@@ -250,7 +250,7 @@ def _check_ledger(home: Home, offer: JobOffer, log: TrailChain) -> None:
     log has answers of, with which it may lack that budget, or the log one that the ledger was charged for: one of them
     is an old copy, whatever a server shows of what it has seen. A job that was let in and never answered has released
     nothing, so that the ledger need not know it: it is charged when it goes on."""
-    chain = read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
+    chain = own_ledger(home)
     known = {} if chain is None else chain.jobs
     same = chain is not None and chain.public_key == log.public_key  # a log may begin anew, under a later key
     if same and (missing := [name for name in known if name not in log.jobs]):

@@ -24,7 +24,7 @@ from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment import session_messages as talk
 from secure_fvi.deployment.certificates import pem_of
-from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail, seen_heads
+from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail, own_ledger, seen_heads
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
 from secure_fvi.deployment.evidence import Evidence, sign_report, write_evidence
 from secure_fvi.deployment.fence import KeptTrace, model_for
@@ -49,7 +49,6 @@ from secure_fvi.fitting import check_schemas_agree, result_of
 from secure_fvi.messages import SUM
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.gate import NoiseSource
-from secure_fvi.privacy.ledger import read_ledger
 from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.results import Result
 from secure_fvi.runs.config import Config, Engine, chosen
@@ -413,8 +412,7 @@ class Hub:
         seen = (seen_heads(home, roster, kind) for kind in (TRAIL, LEDGER))
         logs, ledgers = ({name: head for name, head in heads.items() if name in sites} for heads in seen)
         logs[home.id] = (self._trail.chain.length, self._trail.chain.head)
-        if self._guards.holder is not None:
-            chain = read_ledger(home.ledger_file, home.id)[home.id]
+        if self._guards.holder is not None and (chain := own_ledger(home)) is not None:
             ledgers[home.id] = (chain.length, chain.head)
         _, opened = self._opened()
         return Evidence.model_validate({

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 from typing import Any, NamedTuple
 
+from secure_fvi.deployment.countersigning import own_ledger
 from secure_fvi.deployment.going import Going, Unfit, read_going
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import expiring
@@ -16,7 +17,7 @@ from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.trail import TRAIL, JobRecord, TrailChain
 from secure_fvi.errors import SecureFVIError
 from secure_fvi.privacy.chain_file import ChainFile, ahead, follow_rows
-from secure_fvi.privacy.ledger import Chain, read_ledger
+from secure_fvi.privacy.ledger import Chain
 from secure_fvi.privacy.ledger_account import account
 
 _SOON = datetime.timedelta(days=30)
@@ -78,7 +79,7 @@ def read_status(home: Home, now: datetime.datetime) -> Status:
     tried(lambda: follow_log(home, chain), None)
     if home.policy_file.exists():  # a server has none
         tried(lambda: read_policy(home.policy_file), None)
-    ledger = tried(lambda: _ledger(home), None)
+    ledger = tried(lambda: own_ledger(home), None)
     budgets = tried(lambda: _budgets(ledger), ())
     problems += [said for found in (chain, ledger) if found is not None and (said := ahead(found, now.timestamp()))]
     soon = tried(lambda: tuple(line for needed, line in expiring(home, now, _SOON, keys=False) if needed), ())
@@ -101,10 +102,6 @@ def follow_log(home: Home, chain: TrailChain) -> None:
         follow_rows(file, chain)
     finally:
         file.close()
-
-
-def _ledger(home: Home) -> Chain | None:
-    return read_ledger(home.ledger_file, home.id)[home.id] if home.ledger_file.exists() else None
 
 
 def _budgets(chain: Chain | None) -> tuple[BudgetLeft, ...]:
