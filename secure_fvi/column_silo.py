@@ -13,7 +13,7 @@ from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.predictors import Predictor, Program, check_predictor
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.algorithms.vertical.vertical import ColumnsProgram, VerticalView
-from secure_fvi.draws import SitePosterior, SitePosteriors
+from secure_fvi.draws import SitePosterior, SitePosteriors, check_draws
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Shared, as_tensor, data_columns, is_array
 from secure_fvi.randomness import UNIT_ID, KeyedDraws, derive_key
@@ -146,6 +146,5 @@ class VerticalLocalPosterior:
         return {name: found[name].to(fitted.dtype) for name, fitted in self._rows.items()}
 
     def _thetas(self, n: int, seed: int) -> Tensor:
-        if n < 1:
-            raise InputError(f"the number of draws must be at least 1, not {n}")
+        check_draws(n)
         return self._program.thetas(self._local, n, seed)

@@ -50,7 +50,7 @@ from secure_fvi.column_silo import (
 )
 from secure_fvi.compiled import choose_mode
 from secure_fvi.disclosure import disclose
-from secure_fvi.draws import SitePosterior, SitePosteriors
+from secure_fvi.draws import SitePosterior, SitePosteriors, check_draws
 from secure_fvi.driving import Options, Parties, Run, books_of, build_guards, goes_on
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
@@ -288,8 +288,7 @@ class VerticalResult(RunSummary):
         return deep_copied(self, memo)
 
     def _gamma(self, n: int, seed: int) -> Tensor:
-        if n < 1:
-            raise InputError(f"the number of draws must be at least 1, not {n}")
+        check_draws(n)
         return self.variational.draws(n, seed)
 
     def _predictors(

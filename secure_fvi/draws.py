@@ -159,8 +159,7 @@ class LocalPosterior:
     ) -> Params:
         """What `one` makes of each of `n` joint draws, with `samples` draws of every record's latents, and of uniform
         numbers: (samples, N + 1) and (values, N + 1)."""
-        if n < 1:
-            raise InputError(f"the number of draws must be at least 1, not {n}")
+        check_draws(n)
         problem, view, fit = self._problem, self._silo.view, self._fit
         layout, theta = problem.layout, self._posterior.theta
         rng = torch.Generator().manual_seed(seed)

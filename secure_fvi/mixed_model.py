@@ -832,7 +832,7 @@ class MixedModel(FederatedModel):
         """The check that a run with `replicates` made over all silos; None where it made none."""
         from secure_fvi.algorithms.checking import STEP
 
-        totals = getattr(result, "replicated", None)
+        totals = result.replicated
         return None if totals is None else self.compared(totals, len(result.silos), result.converged, STEP)
 
     def told(self, result: Any) -> dict[str, Any]:
@@ -1522,7 +1522,7 @@ def _weighed(result: Result) -> list[str]:
     """What weights say of a q that is the answer; where weighed draws are, the reason of convergence says it."""
     said = result.convergence
     mean, sd, khat = (said.get(name) for name in ("mean_error_sd", "sd_error_log", "khat"))
-    if mean is None or sd is None or getattr(result, "refined", None) is not None:
+    if mean is None or sd is None or result.refined is not None:
         return []
     also = "" if khat is None else f"; k-hat {khat:.2f}, effective sample size {said['ess']:.0f}"
     off = f"means are off by at most {mean:.2g} sds, and sds by {abs(math.expm1(sd)):.2g} of themselves"

@@ -34,7 +34,6 @@ from secure_fvi.families.gaussian import GlobalFamily, LowRank, Point, global_fa
 from secure_fvi.federated_model import FederatedModel, Schema, Shared
 from secure_fvi.program_density import Evaluation, ProgramDensity
 from secure_fvi.results import ELSEWHERE, FORMAT, Result, summarise
-from secure_fvi.summary import weighted_moments
 from secure_fvi.supports import ReachesFar, ReachesZero
 from secure_fvi.trees import part
 
@@ -86,9 +85,8 @@ def load(
             if [both["mean"], both["sd"]] != [m.tolist() for m in moments[name]]:
                 raise InputError(f"'{directory}' is damaged: posterior.safetensors and result.json are of two runs")
         problem = _problem(directory, found, layout, posterior, model, shared)
-        extra = {} if posterior.refined is None else {"refined": vars(results)["refined_draws"](problem, posterior)}
         result = (Opened if model is None else Result)(
-            **extra,
+            refined=results.refined_draws(problem, posterior),
             **{name: found[name] for name in _PLAIN},
             posterior=moments,
             theta={name: torch.tensor(value, dtype=problem.dtype) for name, value in found["theta"].items()},
@@ -253,12 +251,9 @@ def _check_moments(directory: Path, result: Result, given: bool) -> None:
     """The moments that were saved, against those of q through the transforms that were found."""
     if isinstance(result.problem.density, _Saved) and result.problem.density.misses:
         return  # said where it is drawn from
-    refined = getattr(result, "refined", None)
-    again = summarise(result.problem, result.variational) if result.problem.layout.sites else result.posterior
-    if refined is not None:
-        again = SitePosteriors(
-            {name: SitePosterior(*weighted_moments(draws, refined.weights)) for name, draws in refined.draws.items()}
-        )
+    problem, again = result.problem, result.posterior
+    if problem.layout.sites:
+        again = summarise(problem, result.variational, result.refined)
     tolerance = 1e-6 if result.problem.dtype == torch.float64 else 1e-3
     for site, moments in result.posterior.items():
         for one, other in zip(moments, again[site], strict=True):
@@ -272,7 +267,7 @@ def _check_moments(directory: Path, result: Result, given: bool) -> None:
                 )
             assert isinstance(result.problem.density, _Saved)
             result.problem.density.misses.add(site)
-            if refined is not None:  # its draws, and what is said by them, would be others
+            if result.refined is not None:  # its draws, and what is said by them, would be others
                 result.sample(1)
 
 

@@ -30,7 +30,15 @@ from secure_fvi.checkpoints import text_of
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params, param_constraint, param_start, running
 from secure_fvi.discovery import kind_of
-from secure_fvi.draws import LocalPosterior, SitePosterior, SitePosteriors, draw_global, draws_that_fit, to_arviz
+from secure_fvi.draws import (
+    LocalPosterior,
+    SitePosterior,
+    SitePosteriors,
+    check_draws,
+    draw_global,
+    draws_that_fit,
+    to_arviz,
+)
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.files import write_atomically
@@ -45,6 +53,7 @@ from secure_fvi.summary import (
     of_draws,
     quantiles,
     summarised,
+    weighted_moments,
 )
 from secure_fvi.trees import merge, plain
 
@@ -161,6 +170,7 @@ class RunSummary:
     metrics: dict[str, Any]
     aggregation: dict[str, Any]
     privacy: dict[str, Any] | None
+    refined: Refined | None = None  # what `posterior` and `sample` go by then; `variational.eta` stays q's
 
     def sample(self, n: int, seed: int = 0) -> Params:
         """`n` draws of every global site, (n, *shape) each, in the model's own space. Of a formula these are its
@@ -176,14 +186,8 @@ class RunSummary:
         sites and by 20,000 draws for others (standard error of the 5% quantile: .015 sd). Latents of silos and records
         have no row: they stay at their silos. What is shown follows from broadcasts and totals; everyone may see it.
         """
-        refined, read = getattr(self, "refined", None), self.readable()
-        if read is not None:
-            return of_draws(self, *read, refined)
-        if refined is not None:
-            spread: Params | None = {site: quantiles(d, refined.weights) for site, d in refined.draws.items()}
-        else:
-            spread = self._quantiles()
-        return summarised(self, spread, refined)
+        read = self.readable()
+        return summarised(self, self._quantiles()) if read is None else of_draws(self, *read)
 
     def correlations(self, sites: Collection[str] | None = None) -> Correlations:
         """Posterior correlations between the scalars of the global sites, or of `sites`, in the model's own space.
@@ -230,9 +234,8 @@ class RunSummary:
 
     def _weighted(self, sites: Collection[str]) -> tuple[Params, Tensor]:
         """Draws of some sites, (S, *shape), and weights (S,) that add up to 1."""
-        refined = getattr(self, "refined", None)
-        if refined is not None:
-            return {name: refined.draws[name] for name in sites}, refined.weights
+        if self.refined is not None:
+            return {name: self.refined.draws[name] for name in sites}, self.refined.weights
         draws = self.sample(_moment_draws(self.posterior[name].mean.numel() for name in sites), _MOMENT_SEED)
         return {name: draws[name] for name in sites}, equal_weights(draws)
 
@@ -283,7 +286,6 @@ class Result(RunSummary):
 
     problem: Problem = field(repr=False)
     variational: Posterior = field(repr=False)
-    refined: Refined | None = None  # what `posterior` and `sample` go by then; `variational.eta` stays q's
     replicated: Tensor | None = field(default=None, repr=False)  # (1 + replicates, numbers) of a check over all silos
     local: Mapping[str, LocalPosterior]  # by silo, where the silos are in this process; never saved
 
@@ -333,7 +335,7 @@ class Result(RunSummary):
     def _quantiles(self) -> Params | None:
         if self.variational.family.noise_size == 0:
             return None
-        real = _real_sites(self.problem)
+        real = _real_sites(self.problem) if self.refined is None else set[str]()
         others = [site for site in self.posterior if site not in real]
         found = {}
         if others:
@@ -473,10 +475,9 @@ def write_result(directory: Path, result: Any) -> None:
     tensors = merge(eta=result.variational.eta, theta=result.variational.theta)
     for site, moments in result.posterior.items():
         tensors |= {f"mean/{site}": moments.mean, f"sd/{site}": moments.sd}
-    refined = getattr(result.variational, "refined", None)
+    refined, counted = result.variational.refined, result.variational.counted
     if refined is not None:
         tensors |= {"refined/z": refined.z, "refined/weights": refined.weights}
-    counted = getattr(result.variational, "counted", None)
     if counted is not None:
         tensors |= {f"counted/{name}": getattr(counted, name) for name in COUNTED}
     family = {"family": result.variational.family.name}
@@ -486,10 +487,9 @@ def write_result(directory: Path, result: Any) -> None:
 
 def refined_numbers(posterior: Posterior) -> dict[str, float] | None:
     """What is said of a posterior's weighted draws, k-hat and the like; None where there are none."""
-    refined = getattr(posterior, "refined", None)
-    if refined is None:
+    if posterior.refined is None:
         return None
-    return {name: value for name, value in refined._asdict().items() if not isinstance(value, Tensor)}
+    return {name: value for name, value in posterior.refined._asdict().items() if not isinstance(value, Tensor)}
 
 
 def check_picklable(model: FederatedModel) -> None:
@@ -554,18 +554,13 @@ def refined_draws(problem: Problem, posterior: Posterior) -> Refined | None:
     return Refined(draws, r.weights, r.khat, r.ess, r.log_evidence, r.integration_error)
 
 
-def _weighted_moments(values: Tensor, weights: Tensor) -> SitePosterior:
-    """Of draws (S, *shape)."""
-    weights = weights.to(values)
-    mean = torch.tensordot(weights, values, 1)
-    return SitePosterior(mean, torch.tensordot(weights, (values - mean).square(), 1).sqrt())
-
-
 def summarise(problem: Problem, posterior: Posterior, refined: Refined | None = None) -> SitePosteriors:
     """Moments of each global site: exact for real-valued sites and for a point, by a fixed set of draws for others; by
     weighted draws where there are such."""
     if refined is not None:
-        return SitePosteriors({k: _weighted_moments(v, refined.weights) for k, v in refined.draws.items()})
+        return SitePosteriors(
+            {k: SitePosterior(*weighted_moments(v, refined.weights)) for k, v in refined.draws.items()}
+        )
     if posterior.family.noise_size == 0:
         at, _ = problem.density.constrain(posterior.eta["loc"], posterior.theta)
         return SitePosteriors({name: SitePosterior(v, torch.zeros_like(v)) for name, v in at.items()})
@@ -701,8 +696,7 @@ def _runs(
     noise: int = 0,
 ) -> Iterator[_Forward]:
     """The program run forward for each of `n` draws; where it is scored, once for each value of discrete sites."""
-    if n < 1:
-        raise InputError(f"the number of draws must be at least 1, not {n}")
+    check_draws(n)
     rows, missing = _rows(problem, data, record_plate is not None)
     layout, scored = problem.layout, record_plate is not None
     latents = {site.name for site in layout.sites} | ({name for name, _ in layout.choices} if not scored else set())
@@ -768,8 +762,7 @@ def prior_predictive(
 
     Raises InputError for a prior that cannot be drawn (ImproperUniform) and a program that weighs by `pyro.factor`.
     """
-    if n < 1:
-        raise InputError(f"the number of draws must be at least 1, not {n}")
+    check_draws(n)
     read: Callable[[Params], Params] = lambda draws: draws  # noqa: E731
     fn: Any = model
     if isinstance(model, FederatedModel):
@@ -827,8 +820,7 @@ class Personal:
 
     def sample(self, n: int, seed: int = 0) -> Params:
         """`n` draws of the global and the client's own sites, (n, *shape) each, in the model's own space."""
-        if n < 1:
-            raise InputError(f"the number of draws must be at least 1, not {n}")
+        check_draws(n)
         constrain, theta = self._problem.density.constrain, self._posterior.theta
         centres = self._posterior.draws(n, seed)
         draws = [{**constrain(z, theta)[0], **self._local(z, seed + k)} for k, z in enumerate(centres)]

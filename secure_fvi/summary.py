@@ -249,18 +249,18 @@ def weighted_moments(draws: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (w * (draws - mean).square()).sum(0).clamp(min=0).sqrt()
 
 
-def _weights_say(refined: Any) -> tuple[float | None, float | None, int | None]:
-    """k-hat, effective sample size and number of weighted draws."""
-    return (None, None, None) if refined is None else (float(refined.khat), float(refined.ess), len(refined.weights))
+def _of_rows(result: RunSummary, rows: list[Row], point: bool = False) -> Summary:
+    """With what is said of the result, and of its weighted draws, where it has any."""
+    head, note = heading(result) + "; a point, without spread" * point, counts_noise(result.privacy, point=point)
+    if (found := result.refined) is None:
+        return Summary(head, rows, None, None, None, note)
+    return Summary(head, rows, float(found.khat), float(found.ess), len(found.weights), note)
 
 
-def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None, refined: Any = None) -> Summary:
-    """The table of a result. spread: quantiles (3, *shape) a site; None for a point. refined: weighted draws."""
+def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None) -> Summary:
+    """The table of a result. spread: quantiles (3, *shape) a site; None for a point."""
     rows, noise = [], result.noise_sd
-    for site, moments in result.posterior.items():
-        mean, sd = moments
-        if refined is not None:
-            mean, sd = weighted_moments(refined.draws[site], refined.weights)
+    for site, (mean, sd) in result.posterior.items():
         names, means = labels(site, tuple(mean.shape)), mean.reshape(-1).tolist()
         if spread is None:
             rows += [Row(name, value, None, None, None, None) for name, value in zip(names, means, strict=True)]
@@ -269,14 +269,10 @@ def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None, refined:
         if noise is not None:
             columns.append(noise[site].reshape(-1).tolist())
         rows += [Row(*row) for row in zip(names, means, *columns, strict=True)]
-    khat, ess, count = _weights_say(refined)
-    if spread is None:
-        note = counts_noise(result.privacy, point=True)
-        return Summary(heading(result) + "; a point, without spread", rows, khat, ess, count, note)
-    return Summary(heading(result), rows, khat, ess, count, counts_noise(result.privacy))
+    return _of_rows(result, rows, spread is None)
 
 
-def of_draws(result: RunSummary, draws: Mapping[str, Tensor], weights: Tensor, refined: Any = None) -> Summary:
+def of_draws(result: RunSummary, draws: Mapping[str, Tensor], weights: Tensor) -> Summary:
     """The table of weighted draws (S,) of scalars by name."""
     rows, noise = [], result.noise_sd
     for name, values in draws.items():
@@ -284,8 +280,7 @@ def of_draws(result: RunSummary, draws: Mapping[str, Tensor], weights: Tensor, r
         added = None if noise is None else float(noise[name])
         q5, q50, q95 = quantiles(values, weights).tolist()
         rows.append(Row(name, float(mean), float(sd), q5, q50, q95, added))
-    khat, ess, count = _weights_say(refined)
-    return Summary(heading(result), rows, khat, ess, count, counts_noise(result.privacy))
+    return _of_rows(result, rows)
 
 
 def correlated(draws: Mapping[str, Tensor], weights: Tensor) -> Correlations:

@@ -22,7 +22,6 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi import results
 from secure_fvi.algorithms import base
-from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.likelihoods import Gaussian
 from secure_fvi.draws import SitePosterior, SitePosteriors
 from secure_fvi.families.gaussian import Full
@@ -404,15 +403,14 @@ def test_a_model_with_theta_and_record_latents_opens(tmp_path: Path) -> None:
     assert _same(again.predict(problem.silos[0], n=3), fitted.predict(problem.silos[0], n=3))
 
 
-@pytest.mark.skipif("refined" not in Posterior._fields, reason="posteriors have no weighted draws in this version")
 def test_weighted_draws_are_kept_and_opened(tmp_path: Path) -> None:
     fitted = _fit(several, [{**silo, "groups": 2} for silo in SILOS])
     z = fitted.variational.draws(200, 3).double()
     weights = torch.rand(200, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    kind: Any = vars(base)["Refined"]
     numbers = {"khat": 0.3, "ess": 150.0, "log_evidence": -80.0, "integration_error": 0.0}
-    posterior = fitted.variational._replace(refined=kind(z=z, weights=weights / weights.sum(), **numbers))
-    draws = vars(results)["refined_draws"](fitted.problem, posterior)
+    posterior = fitted.variational._replace(refined=base.Refined(z=z, weights=weights / weights.sum(), **numbers))
+    draws = results.refined_draws(fitted.problem, posterior)
+    assert draws is not None
     moments = {name: SitePosterior(*weighted_moments(d, draws.weights)) for name, d in draws.draws.items()}
     refined = replace(fitted, variational=posterior, refined=draws, posterior=SitePosteriors(moments))
     refined.save(tmp_path)

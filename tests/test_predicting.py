@@ -156,7 +156,7 @@ def test_log_likelihoods_are_those_of_the_draws(fitted: sf.Result) -> None:
     assert found.shape == (7, 15)
     assert torch.allclose(found, dist.Normal(b * SILOS[1]["x"], 0.5).log_prob(SILOS[1]["y"]))
     for n, samples in ((0, 1), (3, 0)):
-        with pytest.raises(sf.InputError, match="must be at least 1, not 0"):
+        with pytest.raises(sf.InputError, match="at least 1, not 0"):
             fitted.local["silo-2"].log_likelihood(n, samples=samples)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import progress
+from secure_fvi.results import Refined, summarise
 from secure_fvi.summary import MOST_ROWS, Summary, correlated, labels, quantiles, shown, weighted_moments
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning", "ignore::FutureWarning")
@@ -133,34 +134,16 @@ def _without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 # ---- weighted draws, as a refined posterior has them ----
 
 
-@dataclass(frozen=True)
-class Refined:
-    draws: dict[str, Tensor]
-    weights: Tensor
-    khat: float = 0.31
-    ess: float = 412.0
-
-
-class _Refined(sf.Result):
-    """A result with weighted draws. A subclass without the field of its own, so that it is the same in any version."""
-
-    @property
-    def refined(self) -> Any:
-        return REFINED
-
-
 REFINED = Refined(
     {"beta": torch.tensor([[0.0, 10.0], [1.0, 20.0], [2.0, 40.0]], dtype=torch.float64)},
     torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
-)
+    khat=0.31, ess=412.0, log_evidence=0.0, integration_error=0.0,
+)  # fmt: skip
 
 
 @pytest.fixture
 def refined(slopes: sf.Result) -> sf.Result:
-    fields = {name: value for name, value in vars(slopes).items() if name != "refined"}
-    found: sf.Result = object.__new__(_Refined)
-    vars(found).update(fields)
-    return found
+    return replace(slopes, refined=REFINED, posterior=summarise(slopes.problem, slopes.variational, REFINED))
 
 
 def test_moments_and_quantiles_come_from_weighted_draws(refined: sf.Result) -> None:

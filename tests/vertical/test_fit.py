@@ -239,7 +239,7 @@ def test_new_people_have_the_columns_of_the_fit() -> None:
         with pytest.raises(InputError, match="silo 'silo-1': give the columns x, not"):
             own.eta(rows, 2)
     for draw in (own.sample, lambda n: own.eta({"x": x}, n)):
-        with pytest.raises(InputError, match="the number of draws must be at least 1, not 0"):
+        with pytest.raises(InputError, match="the number of draws must be a whole number of at least 1, not 0"):
             draw(0)
 
 
