@@ -13,6 +13,7 @@ off the shares are never asked for and the key holder sees the totals. What it p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -141,9 +142,9 @@ class Homomorphic:
     def form(self) -> Form:
         return "homomorphic" if self.masked else "homomorphic-unmasked"
 
-    def codec(self, silos: int) -> SlotCodecs:
+    def codec(self, silos: int) -> Callable[[BlockTable], PrimeRing | RealSlots]:
         """Slots of the scheme's plaintexts."""
-        return SlotCodecs(scheme_named(self.scheme), silos)
+        return functools.partial(slots_of, scheme_named(self.scheme), silos)
 
     def at_silo(self, seat: Seat) -> SumSilo:
         """One silo's half."""
@@ -212,21 +213,10 @@ class WithHolder:
 _HOLDER_KEY = "holder_key"
 
 
-class SlotCodecs:
-    """Encoders between values and slots, one for each block table; equal at silos and server."""
-
-    def __init__(self, scheme: Scheme, terms: int) -> None:
-        self._scheme = scheme
-        self._terms = terms
-        self._known: dict[bytes, PrimeRing | RealSlots] = {}
-
-    def __call__(self, table: BlockTable) -> PrimeRing | RealSlots:
-        """The codec of `table`; raises InputError when an integer block cannot be summed exactly."""
-        codec = self._known.get(table.digest)
-        if codec is None:
-            make = PrimeRing if self._scheme is BFV else RealSlots
-            codec = self._known[table.digest] = make(table, self._terms)
-        return codec
+def slots_of(scheme: Scheme, terms: int, table: BlockTable) -> PrimeRing | RealSlots:
+    """The encoder between values of `table` and slots; raises InputError when an integer block cannot be summed
+    exactly."""
+    return PrimeRing(table, terms) if scheme is BFV else RealSlots(table, terms)
 
 
 def check_roster(roster: Roster) -> None:
@@ -259,7 +249,7 @@ class HomomorphicSilo(MaskedSilo):
         check_roster(roster)
         super().__init__(roster, silo_id, identity, store, **more)
         self._scheme, self._masks = scheme_named(sums.scheme), sums.masked
-        self._codecs = SlotCodecs(self._scheme, roster.size)
+        self._codec = functools.cache(functools.partial(slots_of, self._scheme, roster.size))
         kept = self._store.get(_HOLDER_KEY)
         self._key: PublicContext | None = None
         if kept is not None:
@@ -285,7 +275,7 @@ class HomomorphicSilo(MaskedSilo):
     def _payload(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask], own: Mask | None) -> bytes:
         if self._key is None:
             raise ProtocolError("the key holder's key has not come in")
-        slots = self._codecs(table).encode(values, masks if self._masks else (), own)
+        slots = self._codec(table).encode(values, masks if self._masks else (), own)
         return pack(Ciphertexts(self._key.encrypt(slots)))
 
 
@@ -305,7 +295,7 @@ class HomomorphicServer(MaskedServer):
         super().__init__(roster, store)
         self._scheme = scheme
         self._masks = masks
-        self._codecs = SlotCodecs(scheme, roster.size)
+        self._codec = functools.cache(functools.partial(slots_of, scheme, roster.size))
         self._key: PublicContext | None = None
         self._key_message = b""
         self._spent = int.from_bytes(self._store.get(_SPENT) or b"", "big")
@@ -362,7 +352,7 @@ class HomomorphicServer(MaskedServer):
 
         Three exchanges: signatures, decryption, and the signatures shown to all, who answer with shares.
         """
-        codec = self._codecs(table)
+        codec = self._codec(table)
         if self._key is None:
             raise AggregationError(f"sum {index} was not prepared")
         admitted = self.admit(index, cohort, table, contributions, context, None, question)

@@ -162,26 +162,11 @@ class KeyHolder:
         check_missing(
             roster, request.sum_index, request.cohort, roster.members_of(request.survivors), roster.max_missing
         )
-        signers = roster.members_of(request.signers)
-        if len(signers) < roster.signatures_needed:
-            raise ProtocolError(f"{len(signers)} signatures; {roster.signatures_needed} of the roster are needed")
-        if len(signers) != len(request.signatures):
-            raise ProtocolError("a signature of each signer is needed")
         # Statements name the key set by its hash; who is in it does not matter to them.
         everyone = range(roster.size)
         session = Session(roster, request.key_set, everyone, everyone)
-        survivors = session.survivors_statement(
-            request.batch,
-            request.sum_index,
-            request.cohort,
-            request.survivors,
-            request.table,
-            request.context,
-            request.question,
-        )
-        for place, signature in zip(signers, request.signatures, strict=True):
-            if not roster.verify(place, signature, survivors):
-                raise ProtocolError(f"the signature of silo '{roster.ids[place]}' is not valid here")
+        statement = session.survivors_statement(request.batch, request)
+        roster.check_signed(request.signers, request.signatures, statement)
 
     def _count(self, ciphertexts: int) -> None:
         """Charge CKKS decryptions before they happen: the flooding is made for DECRYPTIONS of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 from collections import Counter, defaultdict
@@ -90,7 +91,7 @@ class MaskedServer:
         self._roster = roster
         self._store = MemoryStore() if store is None else store
         self._state = ServerState(roster, self._store)
-        self._rings: dict[bytes, Ring] = {}
+        self._ring = functools.cache(lambda table: Ring(table, roster.bits, roster.size))
         #: By silo whose term is in a sum and that was not shown who signed it, what it is to be shown; over restarts.
         kept = wire.own(self._store.get(_UNSHOWN) or b"\x80", "the server's list of what silos were not shown")
         self._unshown: dict[int, RevealRequest] = {place: unpack(r, RevealRequest) for place, r in kept.items()}
@@ -152,10 +153,7 @@ class MaskedServer:
         Raises AggregationError when fewer than min_cohort contributed, too few signed, or too few revealed; of whole
         sums, which names them, when anybody's is missing.
         """
-        roster = self._roster
-        ring = self._rings.get(table.digest)
-        if ring is None:
-            ring = self._rings[table.digest] = Ring(table, roster.bits, roster.size)
+        roster, ring = self._roster, self._ring(table)
         length = table.size * ring.dtype.itemsize
         admitted = self.admit(index, cohort, table, contributions, context, length, question)
         payloads, masks = {p: s.payload for p, s in admitted.sent.items()}, list[Mask]()
@@ -330,15 +328,7 @@ class MaskedServer:
     def _sign(self, request: RevealRequest, batch: ServerBatch, sent: Mapping[int, Sent]) -> Exchanges[RevealRequest]:
         """Collect signatures on the survivors."""
         roster, session = self._roster, batch.session
-        statement = session.survivors_statement(
-            batch.digest,
-            request.sum_index,
-            request.cohort,
-            request.survivors,
-            request.table,
-            request.context,
-            request.question,
-        )
+        statement = session.survivors_statement(batch.digest, request)
         ask = SignRequest(*request[:8])
         replies = yield from self._state.ask_each(
             _with_proofs(dict.fromkeys(sorted(batch.active), ask), sent), SetSignature

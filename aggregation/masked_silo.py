@@ -123,7 +123,7 @@ class MaskedSilo:
         # Where both are one, the next write to it settles what is claimed for a question.
         self._settle = self._questions is not self._store
         self._unbound = unbound
-        self._rings: dict[bytes, Ring] = {}
+        self._ring = functools.cache(lambda table: Ring(table, roster.bits, roster.size))
         self._signed = (b"", b"")  # the set signed last and the signature, which need not be checked when it comes back
         self._handlers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
             **self._state.handlers(),
@@ -284,10 +284,7 @@ class MaskedSilo:
         self, table: BlockTable, values: FloatArray, masks: Sequence[Mask], own: Mask | None
     ) -> bytes | memoryview:
         """`values` under `masks`; `own` is for what is not zero of blocks of "some"."""
-        ring = self._rings.get(table.digest)
-        if ring is None:
-            ring = self._rings[table.digest] = Ring(table, self._roster.bits, self._roster.size)
-        out = _masked(ring, values, masks)
+        out = _masked(self._ring(table), values, masks)
         if own is not None:
             at = table.some & (values != 0)
             part = out[at]
@@ -322,16 +319,7 @@ class MaskedSilo:
             raise ProtocolError(f"silo '{self.silo_id}' did not contribute to sum {index}")
         elif not signed:
             self._check_proofs(request, batch, survivors)
-        statement = batch.session.survivors_statement(
-            batch.digest,
-            index,
-            request.cohort,
-            request.survivors,
-            request.table,
-            request.context,
-            request.question,
-        )
-        return batch, survivors, statement
+        return batch, survivors, batch.session.survivors_statement(batch.digest, request)
 
     def _record(self, index: int) -> _Record | None:
         kept = self._store.get(f"{CONTRIBUTED}/{index}")
@@ -422,8 +410,7 @@ class MaskedSilo:
         checked = self._roster.consistency_check
         batch, survivors, statement = self._named(request, signed=checked)
         if checked:
-            signers = self._roster.members_of(request.signers)
-            self._state.check_signatures(signers, request.signatures, statement, self._signed)
+            self._roster.check_signed(request.signers, request.signatures, statement, (self._me, *self._signed))
         # After the signatures: a request that nobody signed must not decide which set is the only one.
         self._claim(request, batch, statement)
         index, there = request.sum_index, frozenset(survivors)
@@ -657,9 +644,7 @@ class SiloState:
 
     def on_activate(self, request: Activate) -> Done:
         batch = self._numbered(request.batch)
-        statement = batch.statement
-        signers = self.roster.members_of(request.signers)
-        self.check_signatures(signers, request.signatures, statement)
+        self.roster.check_signed(request.signers, request.signatures, batch.statement)
         self._activate(batch)
         return Done()
 
@@ -675,26 +660,6 @@ class SiloState:
         if not batch.active:
             raise ProtocolError(f"batch {batch.number} is not agreed on yet")
         return batch
-
-    def check_signatures(
-        self,
-        signers: Sequence[int],
-        signatures: Sequence[bytes],
-        statement: bytes,
-        own: tuple[bytes, bytes] = (b"", b""),
-    ) -> None:
-        """Raise ProtocolError unless T members signed the statement, and all signatures are right.
-
-        own: a statement and the signature that this silo itself has just made of it.
-        """
-        if len(signers) != len(signatures):
-            raise ProtocolError("a signature of each signer is needed")
-        if len(signers) < self.roster.signatures_needed:
-            raise ProtocolError(f"{len(signers)} signatures; {self.roster.signatures_needed} of the roster are needed")
-        for place, signature in zip(signers, signatures, strict=True):
-            mine = place == self.me and (statement, signature) == own
-            if not mine and not self.roster.verify(place, signature, statement):
-                raise ProtocolError(f"the signature of silo '{self.roster.ids[place]}' is not valid here")
 
     def handlers(self) -> dict[type, Any]:
         """Which message goes to which method."""

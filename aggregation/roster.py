@@ -6,6 +6,7 @@ Every silo pins the roster that its site agreed to; all that is signed later nam
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -146,6 +147,22 @@ class Roster:
                 self.checked.clear()
             self.checked.add(seen)
         return True
+
+    def check_signed(
+        self, signers: bytes, signatures: Sequence[bytes], statement: bytes, own: tuple[int, bytes, bytes] | None = None
+    ) -> None:
+        """Raise ProtocolError unless T members, a bitmap, signed the statement, and all signatures are right.
+
+        own: a place, and the statement and signature that it has itself just made.
+        """
+        members = self.members_of(signers)
+        if len(members) != len(signatures):
+            raise ProtocolError("a signature of each signer is needed")
+        if len(members) < self.signatures_needed:
+            raise ProtocolError(f"{len(members)} signatures; {self.signatures_needed} of the roster are needed")
+        for place, signature in zip(members, signatures, strict=True):
+            if (place, statement, signature) != own and not self.verify(place, signature, statement):
+                raise ProtocolError(f"the signature of silo '{self.ids[place]}' is not valid here")
 
     def bitmap(self, places: frozenset[int]) -> bytes:
         """A set of members, as in messages."""

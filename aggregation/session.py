@@ -6,14 +6,18 @@ import math
 from collections.abc import Collection, Sequence
 from enum import Enum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from secure_fvi.aggregation.graph import complete_threshold, least_in_window, ring_neighbours
-from secure_fvi.aggregation.messages import Deposit
+from secure_fvi.aggregation.messages import Deposit, RevealRequest, SignRequest
 from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from secure_fvi.aggregation.homomorphic_schemes import DecryptRequest
 
 LABEL_ADVERT = b"key-advert"
 LABEL_NONCE = b"nonce-commitment"
@@ -186,16 +190,7 @@ class Session:
         fields = (number(owner), cohort, table, context, question, payload)
         return digest(LABEL_CONTRIBUTION, self.binding, batch_digest, number(index), *fields)
 
-    def survivors_statement(
-        self,
-        batch_digest: bytes,
-        index: int,
-        cohort: bytes,
-        survivors: bytes,
-        table: bytes,
-        context: bytes,
-        question: bytes,
-    ) -> bytes:
+    def survivors_statement(self, batch_digest: bytes, named: SignRequest | RevealRequest | DecryptRequest) -> bytes:
         """What a silo signs: the survivors of one index, out of which cohort, under one block table and broadcast."""
-        fields = (cohort, survivors, table, context, question)
-        return digest(LABEL_SURVIVORS, self.binding, batch_digest, number(index), *fields)
+        fields = (named.cohort, named.survivors, named.table, named.context, named.question)
+        return digest(LABEL_SURVIVORS, self.binding, batch_digest, number(named.sum_index), *fields)

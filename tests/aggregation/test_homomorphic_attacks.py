@@ -51,7 +51,7 @@ class TestKeySubstitution:
         message = victim.contribute(0, world.ids, world.table, world.values[world.victim], CONTEXT)
         reader = PublicContext(BFV, attacker.public_bytes)
         slots = attacker.decrypt(reader.read(world.parts_of(message), world.table.size))
-        return victim._codecs(world.table).decode(slots, ())
+        return victim._codec(world.table).decode(slots, ())
 
     def test_refused_whoever_signs_it(self):
         world = World(masks=False)
@@ -247,8 +247,7 @@ class TestOneSilosCiphertext:
         request = world.signed_request(world.contribute())
         alone = world.roster.bitmap(frozenset({VICTIM}))
         session = world.server._state.session
-        fields = (request.cohort, alone, request.table, request.context, request.question)
-        statement = session.survivors_statement(request.batch, 0, *fields)
+        statement = session.survivors_statement(request.batch, request._replace(survivors=alone))
         signatures = [
             world.silos[world.ids[place]]._identity.sign(statement)
             for place in world.roster.members_of(request.signers)

@@ -310,7 +310,9 @@ class World:
         for place in self.knowledge.colluders:
             silo = self.roster.ids[place]
             batch = self.masked(silo)._state.batch_of(message.sum_index)
-            out[place] = self.identities[silo].sign(batch.session.survivors_statement(batch.digest, *named[:6]))
+            out[place] = self.identities[silo].sign(
+                batch.session.survivors_statement(batch.digest, SignRequest(*named))
+            )
         return out
 
     def have_revealed(

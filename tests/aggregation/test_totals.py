@@ -532,7 +532,7 @@ def shifted(monkeypatch, world, by):
     silo, ring = world.silos[world.ids[BAD]], Ring(TABLE, 64, len(world.ids))
     encode = ring.encode
     ring.encode = lambda values, uniforms=None: encode(values) + np.uint64(by)
-    silo._rings[TABLE.digest] = ring
+    silo._ring = lambda table: ring
     return world.contribute()
 
 
@@ -602,7 +602,7 @@ class TestOutOfRange:
         carry(server.prepare(0), silos)
         values = random_values(ids, table)
         bad = silos[ids[BAD]]
-        codec = bad._codecs(table)
+        codec = bad._codec(table)
         encode = codec.encode
         monkeypatch.setattr(codec, "encode", lambda *given: encode(*given) + 2**56)
         messages = {s: silos[s].contribute(0, ids, table, values[s], CONTEXT) for s in ids}

@@ -273,8 +273,7 @@ class Parties:
 
     def reveal(self, i: int, index: int, named: Named) -> None:
         request, last = self.named(index, named), self.world.n - 1
-        fields = index, *request[1:6]
-        statement = self.batch.session.survivors_statement(self.batch.digest, *fields)
+        statement = self.batch.session.survivors_statement(self.batch.digest, request)
         signatures = {p: s for (p, at, what), s in self.signed.items() if (at, what) == (index, named)}
         signatures[last] = self.identities[self.ids[last]].sign(statement)
         signers = self.roster.bitmap(frozenset(signatures))

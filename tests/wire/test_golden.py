@@ -105,7 +105,7 @@ def _statements() -> dict[str, bytes]:
         "matching held": matching.held(1, bytes([4]) * 32, bytes([5]) * 32),
         "matching output": alignment.output(alignment.secret_of(b"x", [bytes([6]) * 32, bytes([7]) * 32])),
         "unheld": session.unheld_statement(bytes([6]) * 32, b"\x05"),
-        "survivors": session.survivors_statement(*named),
+        "survivors": session.survivors_statement(named[0], sum_messages.SignRequest(*named[1:], [], [])),
         "shared past": past,
         "whole mask": whole_key(session, bytes([1]) * 32, 2, 0, whole, past),
         "whole contribution": session.contribution_statement(b"", 7, 1, *whole[1:], bytes([8]) * 32),
