@@ -25,7 +25,6 @@ from secure_fvi.privacy.accounting import (
     _ORDERS,
     FloatArray,
     charge,
-    check_delta,
     epsilon_of_rdp,
     grouped,
     rdp,
@@ -35,6 +34,7 @@ from secure_fvi.privacy.events import (
     Gaussian,
     PoissonSampled,
 )
+from secure_fvi.privacy.ledger_terms import check_delta
 
 ACCOUNTANTS = ("rdp", "opacus-rdp", "prv", "pld", "ledger")
 #: Epsilon up to which losses are laid out on a grid.

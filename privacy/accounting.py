@@ -27,7 +27,7 @@ from secure_fvi.privacy.events import (
     Repeated,
     Skellam,
 )
-from secure_fvi.privacy.ledger_terms import Budget, Job, Term
+from secure_fvi.privacy.ledger_terms import Budget, Job, Term, check_delta
 
 FloatArray = NDArray[np.float64]
 Single = Gaussian | Skellam | PoissonSampled
@@ -89,12 +89,6 @@ def grouped(event: Event) -> Counter[Single]:
     raise InputError(f"unknown privacy event {type(event).__name__}; nothing is known about its cost")
 
 
-def check_delta(delta: object) -> None:
-    """Raises InputError unless 0 < delta < 1."""
-    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
-        raise InputError(f"delta must lie between 0 and 1, both excluded, not {delta!r}")
-
-
 def _plain(single: Single) -> Single:
     return single.event if isinstance(single, PoissonSampled) and single.rate == 1 else single
 
@@ -143,7 +137,6 @@ _OTHERS = (0.25, 0.5, 2.0, 4.0)
 
 def term_curve(term: Term) -> FloatArray:
     """The Renyi DP curve of all `count` releases, over `ORDERS`, in nats."""
-    # Accounting loads SciPy: a silo that only goes on with a job that is charged already does not need it.
     return term.count * rdp(term.event)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.privacy.accounting import epsilon_of_rdp, filter_of, job_curve
 from secure_fvi.privacy.chain import Row
 from secure_fvi.privacy.chain_file import ChainFile, shown_by, verify_chain
 from secure_fvi.privacy.ledger import BudgetRecord, Chain, JobRecord
@@ -47,8 +48,6 @@ class Entry(NamedTuple):
 
 def account(chain: Chain, data_set: str) -> Account:
     """The state of `data_set`; raises InputError if the chain has no budget for it."""
-    from secure_fvi.privacy.accounting import epsilon_of_rdp, filter_of
-
     budget = chain.budget(data_set)
     if budget is None:
         known = ", ".join(chain.budgets) or "none"
@@ -131,8 +130,6 @@ def verify(
 def _check_budget(chain: Chain, row: Row) -> None:
     if row.kind != JOB:
         return
-    from secure_fvi.privacy.accounting import filter_of, job_curve
-
     newest = list(chain.jobs.values())[-1]
     before = [r.job for r in chain.charged(newest.job.data_set)[:-1]]
     asked = job_curve(newest.job)

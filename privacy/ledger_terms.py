@@ -32,10 +32,10 @@ def check_name(what: str, name: object) -> str:
     return name
 
 
-def check_delta(delta: object) -> float:
-    if type(delta) not in (int, float) or not 0 < delta < 1:  # type: ignore[operator]
-        raise InputError(f"delta must lie in (0, 1), not {delta!r}")
-    return float(delta)  # type: ignore[arg-type]
+def check_delta(delta: object) -> None:
+    """Raises InputError unless 0 < delta < 1."""
+    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
+        raise InputError(f"delta must lie between 0 and 1, both excluded, not {delta!r}")
 
 
 def warn_of_large_delta(delta: float, records: int) -> None:
