@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from secure_fvi.algorithms.kit import Answer, Program, RecordAnswer, RowAnswer, 
 from secure_fvi.algorithms.weighing import q_part, sds_from
 from secure_fvi.disclosure import Sums
 from secure_fvi.errors import InputError, ProtocolError
-
-if TYPE_CHECKING:
-    from secure_fvi.algorithms.noise_aware import Clipped, NoiseAware
 
 #: The phase, its block, and the draws that its broadcast carries.
 CHECK, REPLICATED, DRAWS = "check", "replicated", "draws"
@@ -165,16 +162,6 @@ class CheckedProgram(Program):
 
     def metrics(self, state: CheckedState) -> dict[str, float | None]:
         return self._own.metrics(state.own)
-
-    def clipped(self, state: CheckedState) -> Clipped | None:
-        return self._own.clipped(state.own)
-
-    @property
-    def uncounted(self) -> str | None:
-        return self._own.uncounted
-
-    def noise_aware(self, state: CheckedState) -> NoiseAware | str:
-        return self._own.noise_aware(state.own)
 
     # ---- silo ----
 
