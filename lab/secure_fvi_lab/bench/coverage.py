@@ -499,21 +499,31 @@ def _of(privacy: RecordDP) -> dict[str, Any]:
     return {"epsilon": privacy.epsilon, "clipping_norm": privacy.clipping_norm}
 
 
-def _told(answers: list[Any], beta: Tensor, q: Tensor, best: Tensor) -> dict[str, Any]:
-    given = [k for k, found in enumerate(answers) if not isinstance(found, str)]
-    told: dict[str, Any] = {"fits": len(answers), "given": len(given), "by_q": float(q.double().mean())}
+def of_intervals(answers: list[NoiseAware | str], truth: Tensor, own: Tensor) -> dict[str, Any]:
+    """In how many fits there are intervals, how often those of 95% cover the `truth` (fits, n), with Clopper and
+    Pearson's interval of 99%, and how wide they are beside sds that are `own` (fits, n)."""
+    at = [k for k, found in enumerate(answers) if not isinstance(found, str)]
+    given = [found for found in answers if not isinstance(found, str)]
+    if not given:
+        return {"given": 0}
+    mean = torch.stack([found.mean for found in given])
+    sd = torch.stack([found.covariance.diagonal().sqrt() for found in given])
+    inside = (mean - truth[at]).abs() < 1.96 * sd
+    tested = binomtest(int(inside.sum()), inside.numel()).proportion_ci(0.99, "exact")
+    found = {"given": len(given), "covered": float(inside.double().mean())}
+    return found | {"interval": [float(tested.low), float(tested.high)], "width": float((sd / own[at]).mean())}
+
+
+def _told(answers: list[NoiseAware | str], beta: Tensor, q: Tensor, best: Tensor) -> dict[str, Any]:
+    told = {"fits": len(answers), "by_q": float(q.double().mean()), **of_intervals(answers, beta, best)}
+    given = [answer for answer in answers if not isinstance(answer, str)]
     if not given:
         return told
-    mean = torch.stack([answers[k].mean for k in given])
-    sd = torch.stack([answers[k].covariance.diagonal().sqrt() for k in given])
-    without = torch.stack([answers[k].without.diagonal().sqrt() for k in given])
-    hidden = torch.stack([answers[k].hidden for k in given])
-    inside = (mean - beta[given]).abs() < 1.96 * sd
-    tested = binomtest(int(inside.sum()), inside.numel()).proportion_ci(0.99, "exact")
+    sd = torch.stack([answer.covariance.diagonal().sqrt() for answer in given])
+    without = torch.stack([answer.without.diagonal().sqrt() for answer in given])
+    hidden = torch.stack([torch.as_tensor(answer.hidden) for answer in given])
+    told["best"] = told.pop("width")
     return told | {
-        "covered": float(inside.double().mean()),
-        "interval": [float(tested.low), float(tested.high)],
-        "best": float((sd / best[given]).mean()),
         "hidden": float(hidden.double().mean()),
         "noise_share": float(((sd.square() - without.square()).clamp(min=0).sqrt() / sd).mean()),
     }

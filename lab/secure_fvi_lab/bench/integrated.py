@@ -24,13 +24,12 @@ import numpy as np
 import pyro
 import torch
 from pyro.distributions import Bernoulli, Categorical, MixtureSameFamily, Normal
-from scipy.stats import binomtest
 from torch import Tensor
 from torch.func import hessian, vmap
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.natural import Natural
-from secure_fvi.algorithms.noise_aware import Clipped, NoiseAware
+from secure_fvi.algorithms.noise_aware import Clipped
 from secure_fvi.algorithms.sfvi import SFVI, Sent, SFVIProgram
 from secure_fvi.algorithms.structured import Batch, Latents
 from secure_fvi.federated_model import FederatedModel
@@ -47,6 +46,7 @@ from secure_fvi_lab.bench.coverage import (
     moving,
     noise_of,
     of_each,
+    of_intervals,
     places,
     whole_norm,
     why,
@@ -321,8 +321,10 @@ def measured(
     if kept:
         slope = found.off[:, first:].mean(1)
         row["off"] = (torch.linalg.solve(precision, slope.unsqueeze(-1)).squeeze(-1) / own).mean(0).tolist()
-    row |= _told(answers, data.truth, own)
-    return row | {"declared": {"least_information": floor, **_told(narrowed, data.truth, own)}} if declares else row
+    row |= of_intervals(answers, data.truth, own)
+    if declares:
+        row["declared"] = {"least_information": floor, **of_intervals(narrowed, data.truth, own)}
+    return row
 
 
 def declared(children: int) -> float:
@@ -330,15 +332,3 @@ def declared(children: int) -> float:
     made = drawn(children, MADE, torch.Generator().manual_seed(MADE_SEED))
     information = posterior(made.kinds)[1] - _PRIOR.precision
     return SURELY * float(torch.linalg.eigvalsh(information).min())
-
-
-def _told(answers: list[NoiseAware | str], truth: Tensor, own: Tensor) -> dict[str, Any]:
-    given = [k for k, answer in enumerate(answers) if not isinstance(answer, str)]
-    if not given:
-        return {"given": 0}
-    mean = torch.stack([answers[k].mean for k in given])  # type: ignore[union-attr]
-    sd = torch.stack([answers[k].covariance.diagonal().sqrt() for k in given])  # type: ignore[union-attr]
-    inside = (mean - truth[given]).abs() < 1.96 * sd
-    tested = binomtest(int(inside.sum()), inside.numel()).proportion_ci(0.99, "exact")
-    covered = {"covered": float(inside.double().mean()), "interval": [float(tested.low), float(tested.high)]}
-    return {"given": len(given)} | covered | {"width": float((sd / own[given]).mean())}

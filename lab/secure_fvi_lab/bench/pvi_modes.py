@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from scipy.stats import binomtest
 from torch import Tensor
 from torch.func import vmap
 
@@ -37,7 +36,7 @@ from secure_fvi.algorithms.noise_aware import of_sites
 from secure_fvi.algorithms.pvi import _SETTLING, _TURNOVERS, MOST_SITE_NOISE, moved_by, site_noise
 from secure_fvi.privacy.settings import Placement, RecordDP
 from secure_fvi.privacy.terms import Extent, agree
-from secure_fvi_lab.bench.coverage import DELTA, DIMENSIONS, Data, drawn
+from secure_fvi_lab.bench.coverage import DELTA, DIMENSIONS, Data, drawn, of_intervals
 from secure_fvi_lab.machine import machine
 
 #: By name: how, and how many parts a silo has; 0: a part a record.
@@ -120,18 +119,8 @@ def _row(mode: str, silos: int, epsilon: float, data: Data, rng: torch.Generator
 def _by_run(found: Tensor, variance: float, beta: Tensor, exact: Tensor) -> dict[str, Any]:
     """What a run says, which knows the totals alone."""
     answers = [of_sites(unpack(total, DIMENSIONS, True), variance, _PRIOR) for total in found]
-    given = [(k, a) for k, a in enumerate(answers) if not isinstance(a, str)]
-    if not given:
-        return {"given": 0}
-    at = [k for k, _ in given]
-    mean = torch.stack([a.mean for _, a in given])
-    sd = torch.stack([a.covariance.diagonal().sqrt() for _, a in given])
-    inside = (mean - beta[at]).abs() < 1.96 * sd
-    tested = binomtest(int(inside.sum()), inside.numel()).proportion_ci(0.99, "exact")
-    return {
-        "given": len(given), "by_run": float(inside.double().mean()),
-        "interval": [float(tested.low), float(tested.high)], "by_run_width": float((sd / exact[at]).mean()),
-    }  # fmt: skip
+    names = {"covered": "by_run", "width": "by_run_width"}
+    return {names.get(name, name): value for name, value in of_intervals(answers, beta, exact).items()}
 
 
 def _sites(data: Data, silos: int, parts: int, rng: torch.Generator) -> Tensor:
