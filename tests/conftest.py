@@ -7,6 +7,7 @@ import gc
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,8 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports have no pictures, which are most of what a short run costs."""
     from secure_fvi.runs import report
 
+    names = [name for name in vars(report.plots) if not name.startswith("_")]
+    monkeypatch.setattr(report, "plots", SimpleNamespace(**dict.fromkeys(names, lambda *_: None)))
     monkeypatch.setattr(report, "_picture", lambda figure, alt: report.Picture(report.Markup(""), alt))
 
 

@@ -467,7 +467,7 @@ def _kept(d: Disclosure, phase: Phase) -> list[str]:
 
 
 def _lines(d: Disclosure) -> Iterator[str]:
-    from secure_fvi.disclosure import DISCLOSURES
+    from secure_fvi.disclosure import DISCLOSURES, LABELS
 
     besides = f" and {_many(d.besides, 'sum')} besides: {d.rounds + d.besides} in all" if d.besides else ""
     yield f"{d.algorithm}, {d.kind} sums, {_many(d.silos, 'silo')}, at most {_many(d.rounds, 'round')}{besides}"
@@ -505,7 +505,9 @@ def _lines(d: Disclosure) -> Iterator[str]:
         yield "the server sees each silo's own contribution: a plain sum hides nothing"
     yield f"who learns a total: {'; '.join(d.learn)}"
     if d.labels:
-        yield f"the response: {d.labels}"
+        tried = d.kind == "homomorphic-unmasked" and d.labels in (LABELS["shared"], LABELS["private"])
+        by = "the key holder, who has the totals, can try the labels of few people on each broadcast's digest"
+        yield f"the response: {d.labels}{f'; {by}' if tried else ''}"
     yield from _privacy_lines(d)
     form = "" if d.people else "names, types and shapes of what the model reads of a record, "
     yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import math
@@ -57,10 +58,7 @@ def write_report(directory: Path) -> None:
         "traffic": _picture(plots.traffic(metrics, len(result["silos"])), "Traffic of a silo") if metrics else None,
     }
     rows = posterior_rows(result)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters.update(number=_number, size=_size, shown=shown)
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    text = template.render(
+    text = _template().render(
         result=result,
         standing=standing(result),
         reason=reason(result),
@@ -85,6 +83,13 @@ def write_report(directory: Path) -> None:
     )
     write_atomically(directory / REPORT, text.encode())
     write_atomically(directory / TABLE, _as_csv(result).encode())
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters.update(number=_number, size=_size, shown=shown)
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _as_csv(result: dict[str, Any]) -> str:

@@ -53,7 +53,7 @@ from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
 from secure_fvi.alignment import _CODEC, MatchingSilo, SizeRequest
 from secure_fvi.checkpoints import StoreCheckpoints
-from secure_fvi.cli.policy import _alignment_lines
+from secure_fvi.cli.policy import _alignment_lines, _lines
 from secure_fvi.columns import RESPONSE_HOLDER
 from secure_fvi.deployment import columns_job, columns_server, serving, site_job
 from secure_fvi.deployment import holding as holding_module
@@ -109,6 +109,7 @@ from secure_fvi.privacy.gate import Gate, KeptNoise, NoiseSource
 from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import Alignment, Config, Model, chosen, parse
 from secure_fvi.runs.directory import RunDirectory, read_json
+from secure_fvi.runs.federation import disclosure_of
 from secure_fvi.silo import UNANSWERABLE
 from secure_fvi.tables import check_table
 from secure_fvi_lab.bench.world import HUB, Parties, allow, posterior
@@ -471,6 +472,26 @@ def test_explain_says_how_many_identifiers_all_others_test(world: World, tmp_pat
     assert f"all together at most {len(SILOS) - 1} times 'largest'" in alone  # whose server has no list
     assert ["its own file which silos hold it" in text for text in (found, alone)] == [True, False]
     assert "largest" not in other
+
+
+@pytest.mark.parametrize(
+    ("sums", "job", "tried"),
+    [
+        ({"masks": False}, {"algorithm": SHARED}, True),
+        ({"scheme": "ckks", "masks": False}, {"algorithm": SHARED}, True),
+        ({}, {"algorithm": SHARED}, False),
+        ({"masks": False}, AT_SILO, False),
+    ],
+)
+def test_explain_says_that_a_key_holder_of_unmasked_sums_can_try_labels(
+    world: World, tmp_path: Path, sums: dict[str, Any], job: dict[str, Any], tried: bool
+) -> None:
+    """It has the totals, of which and the labels a broadcast is made, and hears its digest. The controls: masks, under
+    which it has no total; a response at a silo, of which no broadcast is made."""
+    made = ColumnsJob(world, tmp_path, False, **job, aggregation={"kind": "homomorphic", **sums})
+    found = "\n".join(_lines(disclosure_of(made.config)))
+    assert ("the key holder, who has the totals, can try the labels" in found) == tried
+    assert ("; the key holder\n" in found) == bool(sums)
 
 
 def _spoil(job: ColumnsJob, site: str, cell: str) -> None:
