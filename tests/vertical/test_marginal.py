@@ -20,7 +20,7 @@ from secure_fvi.algorithms.vertical import (
     Poisson,
     Vertical,
 )
-from secure_fvi.algorithms.vertical.likelihoods import marginal
+from secure_fvi.algorithms.vertical.likelihoods import GaussianMarginal, marginal
 from secure_fvi.errors import InputError
 
 
@@ -74,11 +74,12 @@ def test_the_posterior_is_that_of_the_augmented_model() -> None:
             at = torch.stack([gamma.new_zeros(()), gamma.new_tensor(SIGMA).log()])
             return -0.5 * ((gamma - at) / 1e-3).square().sum()
 
-    import secure_fvi.algorithms.vertical.likelihoods as module
+    class Wide(GaussianMarginal):
+        log_prior = Known.log_prior
 
     known = Known()
     config = Vertical(rho=rho, family="full", rounds=1500, learning_rate=0.05, auxiliary=Integrated())
-    wide = module.GaussianMarginal(known, math.sqrt(3) * rho, 32)
+    wide = Wide(sd=math.sqrt(3) * rho)
     patched = pytest.MonkeyPatch()
     patched.setattr(Vertical, "resolved", lambda self, likelihood: self)
     patched.setattr(Vertical, "seen_by_holder", lambda self, likelihood, silos: wide)

@@ -294,56 +294,24 @@ _NEWTON_STEPS = 5
 
 
 def marginal(likelihood: Likelihood, sd: float, nodes: int = 32) -> Likelihood | None:
-    """`likelihood` over f with normal noise of standard deviation `sd` integrated out; None where there is no way."""
+    """`likelihood` over f with normal noise of standard deviation `sd` integrated out; None where there is no way.
+
+    Its `distribution` is given f + noise, not f: draws of the noise belong to whoever predicts. Its slope has the same
+    bound: a derivative of log E p is a mean of derivatives of log p.
+    """
     for base, found in ((Gaussian, GaussianMarginal), (Poisson, PoissonMarginal), (Bernoulli, BernoulliMarginal)):
         if type(likelihood) is base:
-            made: Likelihood = found(likelihood, sd, nodes)
+            made: Likelihood = found(**vars(likelihood), sd=sd, nodes=nodes)
             return made
     return None
 
 
 @dataclass(frozen=True)
-class _Marginal:
-    """What does not change with the noise."""
-
-    base: Likelihood
-    sd: float
-    nodes: int
-
-    @property
-    def columns(self) -> int:
-        return self.base.columns
-
-    @property
-    def gamma_size(self) -> int:
-        return self.base.gamma_size
-
-    @property
-    def slope_bound(self) -> float | None:
-        return self.base.slope_bound  # a derivative of log E p is a mean of derivatives of log p
-
-    def check(self, y: Tensor) -> None:
-        self.base.check(y)
-
-    def features(self, y: Tensor) -> Tensor:
-        return self.base.features(y)
-
-    def log_prior(self, gamma: Tensor) -> Tensor:
-        return self.base.log_prior(gamma)
-
-    def constrain(self, gamma: Tensor) -> Params:
-        return self.base.constrain(gamma)
-
-    def distribution(self, predictor: Tensor, gamma: Tensor) -> Distribution:
-        """Given f + noise, not f: draws of the noise belong to whoever predicts."""
-        return self.base.distribution(predictor, gamma)
-
-    def curvature(self, predictor: Tensor, gamma: Tensor) -> Tensor:
-        return self.base.curvature(predictor, gamma)
-
-
-class BernoulliMarginal(_Marginal):
+class BernoulliMarginal(Bernoulli):
     """log E sigmoid(+-(f + sd e)), by Gauss-Hermite quadrature."""
+
+    sd: Positive = 1.0
+    nodes: int = 32
 
     def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
         nodes, log_weights = _quadrature(self.nodes, predictor)
@@ -351,21 +319,29 @@ class BernoulliMarginal(_Marginal):
         return torch.logsumexp(log_weights + logsigmoid((2 * y - 1).unsqueeze(-1) * at), -1)
 
 
-class GaussianMarginal(_Marginal):
+@dataclass(frozen=True)
+class GaussianMarginal(Gaussian):
     """Variance sigma^2 + sd^2."""
 
+    sd: Positive = 1.0
+    nodes: int = 32
+
     def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
-        return self.base.log_prob(y, predictor, self._wider(gamma))
+        return super().log_prob(y, predictor, self._wider(gamma))
 
     def curvature(self, predictor: Tensor, gamma: Tensor) -> Tensor:
-        return self.base.curvature(predictor, self._wider(gamma))
+        return super().curvature(predictor, self._wider(gamma))
 
     def _wider(self, gamma: Tensor) -> Tensor:
         return torch.stack([gamma[0], 0.5 * ((2 * gamma[1]).exp() + self.sd**2).log()])
 
 
-class PoissonMarginal(_Marginal):
+@dataclass(frozen=True)
+class PoissonMarginal(Poisson):
     """Poisson-lognormal."""
+
+    sd: Positive = 1.0
+    nodes: int = 32
 
     def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
         return log_marginal(y, predictor[:, 0] + gamma[0], self.sd, self.nodes)
