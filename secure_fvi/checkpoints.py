@@ -15,9 +15,9 @@ import hashlib
 import json
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,70 +36,49 @@ _STATE, _ROUND, _BEGUN = "state", "round", "begun"
 _EARLIER = "LATEST"
 
 
-class Checkpoints(Protocol):
-    """Where the states of the parties in this process are kept, at least `seconds` apart; 0: after every round."""
-
-    seconds: float
-
-    def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
-        """States by party, shaped like `templates`; None when there are none."""
-        ...
-
-    def save(self, round_: int, parties: Mapping[str, Any]) -> None:
-        """Keep the states of the parties after `round_` rounds."""
-        ...
-
-
 #: What decides on what a run infers, by name: options as text, and digests of what is too long or nobody's to read.
 Begun = Mapping[str, str]
 
 
-class StoreCheckpoints:
-    """A checkpoint after every round, in a store that is open: where only the server is in this process and fast to
-    write."""
+class Checkpoints:
+    """Where the states of the parties in this process are kept, at least `seconds` apart; 0: after every round. In a
+    folder, of a run that was begun with `begun`; or in a `store` that is open, where only the server is in this process
+    and fast to write."""
 
-    seconds = 0.0
-
-    def __init__(self, store: Store, directory: Path) -> None:
-        self._store, self._directory = store, directory
-
-    def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Raises InputError for a checkpoint of other parties or another configuration."""
-        packed = self._store.get(_STATE)
-        if packed is None:
-            return None
-        found: dict[str, Any] = unpack_state(packed, dict(templates), self._directory)
-        if found.keys() != templates.keys():
-            raise InputError(f"the checkpoint in {self._directory} is of another set of silos")
-        return found
-
-    def save(self, round_: int, parties: Mapping[str, Any]) -> None:
-        self._store.put({_STATE: pack_state(dict(parties)), _ROUND: str(round_).encode()})
-
-
-class FolderCheckpoints:
-    """Checkpoints in a folder, of a run that was begun with `begun`."""
-
-    def __init__(self, directory: Path, seconds: float, begun: Begun | None = None) -> None:
-        self.directory, self.seconds, self.begun = directory, seconds, begun
+    def __init__(
+        self, directory: Path, seconds: float = 0.0, begun: Begun | None = None, store: Store | None = None
+    ) -> None:
+        self.directory, self.seconds, self.begun, self._store = directory, seconds, begun, store
 
     def check(self) -> None:
         """Before anything is charged: raise InputError where the folder has a run that was begun with something else
         than `begun`."""
         if self.begun is not None and latest_round(self.directory) is not None:
-            with _opened(self.directory) as store:
+            with self._opened() as store:
                 _check_same(json.loads(store.get(_BEGUN) or b"{}"), self.begun, self.directory)
 
     def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
-        if latest_round(self.directory) is None:
+        """States by party, shaped like `templates`; None when there are none. Raises InputError for a checkpoint of
+        other parties or another configuration."""
+        if self._store is None and latest_round(self.directory) is None:
             return None
-        with _opened(self.directory) as store:
-            return StoreCheckpoints(store, self.directory).load(templates)
+        with self._opened() as store:
+            packed = store.get(_STATE)
+        if packed is None:
+            return None
+        found: dict[str, Any] = unpack_state(packed, dict(templates), self.directory)
+        if found.keys() != templates.keys():
+            raise InputError(f"the checkpoint in {self.directory} is of another set of silos")
+        return found
 
     def save(self, round_: int, parties: Mapping[str, Any]) -> None:
+        """Keep the states of the parties after `round_` rounds."""
         begun = {} if self.begun is None else {_BEGUN: json.dumps(dict(self.begun)).encode()}
-        with _opened(self.directory) as store:
+        with self._opened() as store:
             store.put({_STATE: pack_state(dict(parties)), _ROUND: str(round_).encode(), **begun})
+
+    def _opened(self) -> AbstractContextManager[Store]:
+        return _opened(self.directory) if self._store is None else nullcontext(self._store)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.algorithms.base import Step
 from secure_fvi.building import Guards, declared_job
-from secure_fvi.checkpoints import Begun, Checkpoints, FolderCheckpoints, latest_round
+from secure_fvi.checkpoints import Begun, Checkpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import BudgetError, InputError
@@ -277,11 +277,11 @@ class Run(Generic[R]):
         return self._finals, sum(phase.most for phase in self.server.program.order.phases.values() if phase.ends)
 
 
-def kept_in(options: Options, begun: Callable[[], Begun]) -> FolderCheckpoints | None:
+def kept_in(options: Options, begun: Callable[[], Begun]) -> Checkpoints | None:
     """The checkpoints that `options` ask for, of a run that is begun with `begun()`. Raises InputError for what cannot
     be a folder."""
     where = _folder(options)
-    return None if where is None else FolderCheckpoints(where, options["checkpoint_seconds"], begun())
+    return None if where is None else Checkpoints(where, options["checkpoint_seconds"], begun())
 
 
 def _folder(options: Options) -> Path | None:

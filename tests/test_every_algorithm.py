@@ -23,7 +23,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.vertical import Bernoulli, Vertical
 from secure_fvi.algorithms.vertical.soul import Soul
-from secure_fvi.checkpoints import FolderCheckpoints
+from secure_fvi.checkpoints import Checkpoints
 from secure_fvi.compiled import flatten
 from secure_fvi.driving import Parties as Built
 from secure_fvi.driving import Run
@@ -280,7 +280,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(case: Case, tmp_path: P
     for at, privacy in enumerate((None, *case.privacies[:1])):
         whole = ended(CASES.index(case), "plain", privacy).parties
         first, again = case.build(sf.Plain(), privacy), case.build(sf.Plain(), privacy)
-        kept = FolderCheckpoints(tmp_path / str(at), 0.0)
+        kept = Checkpoints(tmp_path / str(at), 0.0)
         next(Run(Built(*first), lambda _: None, kept))
         rest = Run(Built(*again), lambda _: None, kept, resume=True)
         while again.server.state.last_index < whole.server.state.last_index:

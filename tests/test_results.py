@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import secure_fvi as sf
 from secure_fvi import fitting
-from secure_fvi.checkpoints import FolderCheckpoints, latest_round
+from secure_fvi.checkpoints import Checkpoints, latest_round
 from secure_fvi.draws import draw_global
 from secure_fvi.errors import InputError, SecureFVIWarning
 
@@ -134,7 +134,7 @@ def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, options: dict[str,
 
 
 def test_a_checkpoint_of_other_silos_is_refused(tmp_path: Path) -> None:
-    kept = FolderCheckpoints(tmp_path, 0.0)
+    kept = Checkpoints(tmp_path, 0.0)
     kept.save(1, {"server": (1, torch.ones(2)), "silo/a": (torch.zeros(1),)})
     with pytest.raises(InputError, match="another set of silos"):
         kept.load({"server": (1, torch.ones(2))})
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_other_silos_is_refused(tmp_path: Path) -> None:
 
 def test_a_crash_while_a_checkpoint_is_written_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor between two phases of one round. Nobody else may read what lies there."""
-    kept, template = FolderCheckpoints(tmp_path, 0.0), {"server": (1, torch.ones(2))}
+    kept, template = Checkpoints(tmp_path, 0.0), {"server": (1, torch.ones(2))}
     for value in (1.0, 2.0, 3.0):
         kept.save(7, {"server": (1, torch.full((2,), value))})
     assert latest_round(tmp_path) == 7
@@ -153,7 +153,7 @@ def test_a_crash_while_a_checkpoint_is_written_loses_none(tmp_path: Path, monkey
     with monkeypatch.context() as broken:
         broken.setattr("secure_fvi.checkpoints.json.dumps", crash)
         with pytest.raises(OSError, match="no power"):
-            FolderCheckpoints(tmp_path, 0.0, {"seed": "1"}).save(8, {"server": (1, torch.full((2,), 4.0))})
+            Checkpoints(tmp_path, 0.0, {"seed": "1"}).save(8, {"server": (1, torch.full((2,), 4.0))})
     loaded = kept.load(template)
     assert loaded is not None
     assert torch.equal(loaded["server"][1], torch.full((2,), 3.0))

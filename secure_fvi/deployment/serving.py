@@ -20,7 +20,7 @@ from secure_fvi.aggregation.messages import M
 from secure_fvi.aggregation.parties import PlainServer, server_half
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.building import Guards, Machine, build_problem, strong_enough
-from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
+from secure_fvi.checkpoints import STORE_FILE, Checkpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment import session_messages as talk
 from secure_fvi.deployment.certificates import pem_of
@@ -244,7 +244,7 @@ class Hub:
         self._trail: Trail = open_trail(home)
         self.offer, self._signed = self._make_offer()
         self._states = open_store(self._kept / STORE_FILE)
-        self._checkpoints = StoreCheckpoints(self._states, self._kept)
+        self._checkpoints = Checkpoints(self._kept, store=self._states)
         self._sums: Any = None
         self._guards = Guards({})  # of a response that this process holds, and guards
         self._policies: dict[str, str] = {}  # what each who joined says of its policy

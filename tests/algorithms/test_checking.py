@@ -18,7 +18,7 @@ from secure_fvi.algorithms import checking, hiding
 from secure_fvi.algorithms.base import FINISH, Broadcast, Step
 from secure_fvi.algorithms.checking import CHECK, DRAWS, REPLICATED, CheckedProgram
 from secure_fvi.algorithms.kit import Answer
-from secure_fvi.checkpoints import FolderCheckpoints
+from secure_fvi.checkpoints import Checkpoints
 from secure_fvi.driving import Run
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.fitting import build_parties
@@ -366,7 +366,7 @@ def test_a_check_that_lacks_a_silo_tells_nothing_and_the_fit_stands() -> None:
 def test_a_run_that_stops_before_its_check_makes_it(tmp_path: Path) -> None:
     algorithm = sf.SFVIAvg(rounds=2, local_steps=5, tolerance=0.0, replicates=20)
     first, again = (build_parties(model(), tables(), algorithm, sf.Plain(), compile=False) for _ in range(2))
-    kept = FolderCheckpoints(tmp_path, 0.0)
+    kept = Checkpoints(tmp_path, 0.0)
     run = Run(first, lambda _: None, kept)
     while first.server.state.algorithm.phase != CHECK:
         next(run)

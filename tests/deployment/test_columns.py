@@ -52,7 +52,7 @@ from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
 from secure_fvi.alignment import _CODEC, MatchingSilo, SizeRequest
-from secure_fvi.checkpoints import StoreCheckpoints
+from secure_fvi.checkpoints import Checkpoints
 from secure_fvi.cli.policy import _alignment_lines, _lines
 from secure_fvi.columns import RESPONSE_HOLDER
 from secure_fvi.deployment import columns_job, columns_server, serving, site_job
@@ -1449,7 +1449,7 @@ def test_a_server_that_is_killed_after_it_charged_a_response(
     """With nothing of the round written down. Started again it releases the same, charged once; so it does where its
     machine was restarted, and silos mask anew, under another sum, what they had released. The job has no retries."""
     same_noise(monkeypatch)
-    save, released, stopped = StoreCheckpoints.save, Gate.release_rows, list[int]()
+    save, released, stopped = Checkpoints.save, Gate.release_rows, list[int]()
     pulls = list[bytes]()
 
     def kept(self: Gate, rows: torch.Tensor) -> Any:
@@ -1458,13 +1458,13 @@ def test_a_server_that_is_killed_after_it_charged_a_response(
             pulls.append(found.values.tobytes())
         return found
 
-    def stopping(self: StoreCheckpoints, round_: int, parties: Mapping[str, Any]) -> None:
+    def stopping(self: Checkpoints, round_: int, parties: Mapping[str, Any]) -> None:
         if round_ == 2 and not stopped:
             stopped.append(round_)
             raise Stopped
         save(self, round_, parties)
 
-    monkeypatch.setattr(StoreCheckpoints, "save", stopping)
+    monkeypatch.setattr(Checkpoints, "save", stopping)
     monkeypatch.setattr(Gate, "release_rows", kept)
     job = ColumnsJob(world, tmp_path, **GUARDED)
     guarding(job)

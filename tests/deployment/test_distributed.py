@@ -12,7 +12,7 @@ from consortium_run import SILOS, Job, Sites
 from deployment_world import World
 from safetensors.torch import load_file
 
-from secure_fvi.checkpoints import StoreCheckpoints
+from secure_fvi.checkpoints import Checkpoints
 from secure_fvi.deployment import holding, serving, site_job
 from secure_fvi.deployment.session_messages import Joined, pack_schema, schema_digest, unpack_schema
 from secure_fvi.deployment.site_job import Local
@@ -315,17 +315,17 @@ def test_an_answer_of_a_session_that_is_over_is_masked_anew(
 ) -> None:
     """The server's machine is restarted after the silos answered, and before it wrote their total down: it asks in the
     same bytes, in a new session."""
-    job, save = Job(world, tmp_path, algorithm=SHORT), StoreCheckpoints.save
+    job, save = Job(world, tmp_path, algorithm=SHORT), Checkpoints.save
 
-    def saved(self: StoreCheckpoints, round_: int, parties: Any) -> None:
+    def saved(self: Checkpoints, round_: int, parties: Any) -> None:
         if round_ == 5:
             raise Stopped
         save(self, round_, parties)
 
-    monkeypatch.setattr(StoreCheckpoints, "save", saved)
+    monkeypatch.setattr(Checkpoints, "save", saved)
     with pytest.raises(Stopped):
         job.run()
-    monkeypatch.setattr(StoreCheckpoints, "save", save)
+    monkeypatch.setattr(Checkpoints, "save", save)
     for module in (holding, serving):
         monkeypatch.setattr(module, "boot_id", lambda: b"another start of the machine")
     assert job.run() == job.local()

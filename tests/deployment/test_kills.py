@@ -16,7 +16,7 @@ from consortium_run import Job, Sites
 from deployment_world import World
 
 import secure_fvi as sf
-from secure_fvi.checkpoints import StoreCheckpoints
+from secure_fvi.checkpoints import Checkpoints
 from secure_fvi.deployment import trail_verify
 from secure_fvi.deployment.holding import DurableSilo, open_held
 from secure_fvi.deployment.site_job import SiteJob
@@ -87,7 +87,7 @@ def test_a_server_killed_before_the_first_round_of_a_session_asks_under_the_same
     sum 3, which they would answer no more; what they have answered is charged once."""
     algorithm = {"name": "sfvi", "iterations": 6, "sampling_rate": 0.5, "family": "diagonal"}
     job, killed, stopped = Job(world, tmp_path, algorithm=algorithm, privacy=_DP), threading.Event(), threading.Event()
-    handle, save, asked = DurableSilo.handle, StoreCheckpoints.save, list[int]()
+    handle, save, asked = DurableSilo.handle, Checkpoints.save, list[int]()
 
     def dying(self: DurableSilo, message: bytes) -> bytes:
         if self.silo.name == "north" and message[:1] == ROUND:
@@ -98,14 +98,14 @@ def test_a_server_killed_before_the_first_round_of_a_session_asks_under_the_same
                 raise Killed
         return handle(self, message)
 
-    def stopping(self: StoreCheckpoints, *args: Any) -> None:
+    def stopping(self: Checkpoints, *args: Any) -> None:
         if killed.is_set() and not stopped.is_set():
             stopped.set()
             raise Stopped
         save(self, *args)
 
     monkeypatch.setattr(DurableSilo, "handle", dying)
-    monkeypatch.setattr(StoreCheckpoints, "save", stopping)
+    monkeypatch.setattr(Checkpoints, "save", stopping)
     monkeypatch.setattr(Sites, "_run", _started_again)
     with pytest.raises(Stopped):
         job.run()
