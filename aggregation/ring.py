@@ -34,7 +34,7 @@ _SHORT = 1 << 10
 def scale_exponent(block: Block, bits: int, terms: int, limit: int | None = None) -> int:
     """The e for which values of `block` are multiplied by 2^e.
 
-    `terms * ceil(bound * 2^e + 1) < 2^(bits-2)`: the 1 leaves room for either kind of rounding, and the bit that is not
+    `terms * ceil(bound * 2^e + 1) < 2^(bits-2)`: the 1 leaves room for rounding, and the bit that is not
     used shows totals that cannot be. `limit` is the largest sum where the ring is not Z_2^bits.
     Raises InputError for an integer block whose sum could not be exact.
     """
@@ -95,56 +95,41 @@ class Ring:
 
     @property
     def resolution(self) -> FloatArray:
-        """The step of each element, shape (size,); a sum of J terms is off by at most J/2 steps (nearest)."""
+        """The step of each element, shape (size,); a sum of J terms is off by at most J/2 steps."""
         return self._inverse
 
-    def encode(self, values: FloatArray, uniforms: FloatArray | None = None) -> RingArray:
-        """Ring elements of `values`, shape (size,).
+    def encode(self, values: FloatArray) -> RingArray:
+        """Ring elements of `values`, shape (size,), rounded to nearest.
 
-        Rounds to nearest, or stochastically (unbiased) when `uniforms` in [0, 1), shape (size,), are given.
         Raises AggregationError for a value that is not finite, past its bound, or not whole in an integer
         block; the message names the block and its bound, never the value.
         """
         size = self.table.size
         if values.shape != (size,):
             raise AggregationError(f"expected {size} values in one dimension, got shape {values.shape}")
-        if size <= _CHUNK:
-            out = np.empty(size, self.dtype)
-            self.encode_part(values, slice(0, size), out, uniforms)
-            return out
         out = np.empty(size, self.dtype)
         for start in range(0, size, _CHUNK):
             part = slice(start, min(start + _CHUNK, size))
-            self.encode_part(values, part, out[part], uniforms)
+            self.encode_part(values, part, out[part])
         return out
 
-    def encode_part(self, values: FloatArray, part: slice, out: RingArray, uniforms: FloatArray | None = None) -> None:
+    def encode_part(self, values: FloatArray, part: slice, out: RingArray) -> None:
         """Encode `values[part]` into `out`, of the part's length; errors as in `encode`."""
         x = values[part]
         at = bisect_right(self._ends, part.start)
         if x.size > _SHORT and part.stop <= self._ends[at]:
-            self._encode_in_block(values, part, out, uniforms, self.table.blocks[at], self._exponents[at])
+            self._encode_in_block(values, part, out, self.table.blocks[at], self._exponents[at])
             return
         # A comparison with NaN is false, so this refuses NaN and infinities too.
         if not (np.abs(x) <= self._bounds[part]).all():
             self._refuse(values)
         scaled = x * self._scales[part]
-        rounded = np.rint(scaled) if uniforms is None else np.floor(scaled + uniforms[part])
-        if self._any_integer:
-            fractional = rounded != scaled
-            if (fractional & self._integer[part]).any():
-                self._refuse(values)
+        rounded = np.rint(scaled)
+        if self._any_integer and ((rounded != scaled) & self._integer[part]).any():
+            self._refuse(values)
         out.view(self._signed)[:] = rounded
 
-    def _encode_in_block(
-        self,
-        values: FloatArray,
-        part: slice,
-        out: RingArray,
-        uniforms: FloatArray | None,
-        block: Block,
-        exponent: int,
-    ) -> None:
+    def _encode_in_block(self, values: FloatArray, part: slice, out: RingArray, block: Block, exponent: int) -> None:
         """`encode_part` within one block: one bound and one scale for all, which spares memory traffic."""
         x = values[part]
         if not (x.max() <= block.bound and x.min() >= -block.bound):  # NaN goes through max and is refused
@@ -152,11 +137,7 @@ class Ring:
         scaled = x * math.ldexp(1.0, exponent)
         if block.integer and (np.rint(scaled) != scaled).any():
             self._refuse(values)
-        if uniforms is not None and not block.integer:
-            np.add(scaled, uniforms[part], out=scaled)
-            np.floor(scaled, out=scaled)
-        else:
-            np.rint(scaled, out=scaled)
+        np.rint(scaled, out=scaled)
         out.view(self._signed)[:] = scaled
 
     def decode(self, total: RingArray, survivors: int | None = None) -> FloatArray:

@@ -531,7 +531,7 @@ def shifted(monkeypatch, world, by):
     """The contributions, of which silo BAD adds `by` to each ring element."""
     silo, ring = world.silos[world.ids[BAD]], Ring(TABLE, 64, len(world.ids))
     encode = ring.encode
-    ring.encode = lambda values, uniforms=None: encode(values) + np.uint64(by)
+    ring.encode = lambda values: encode(values) + np.uint64(by)
     silo._ring = lambda table: ring
     return world.contribute()
 
