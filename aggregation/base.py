@@ -139,9 +139,7 @@ def table_digest(packed: bytes) -> bytes:
 
 
 #: `BlockTable.packed`: of each block its name, shape, bound, whether it is of whole numbers, and whose rows it has.
-_PACKED = wire.Listed(
-    wire.Row(wire.text(1 << 12), wire.Listed(wire.whole(), 64), wire.real(), wire.flag, wire.text(16))
-)
+_PACKED = wire.Listed(wire.Row(wire.text(1 << 12), wire.Listed(wire.whole(), 64), wire.real, wire.flag, wire.text(16)))
 
 
 def size_of(packed: bytes, digest: bytes) -> int:

@@ -447,11 +447,9 @@ class Workbench:
             self._late = LateStart(self.model, config, elsewhere, 8 * self.worlds, pool=self.pool)
         return self._late
 
-    def laboratory(
-        self, protection: Protection, worlds: int | None = None, own_latents: bool = False, other_end: bool = False
-    ) -> Laboratory:
+    def laboratory(self, protection: Protection, worlds: int | None = None, other_end: bool = False) -> Laboratory:
         """Under `protection`. The latents that worlds tell are those of a settled fit, since what moves a short run
-        moves its own latents, too; with `own_latents` those that each run ends with."""
+        moves its own latents, too."""
         sfvi = isinstance(self.full, SFVI)
         unseen = 2 * self.rounds if other_end and not sfvi else 0
         return Laboratory(
@@ -461,7 +459,7 @@ class Workbench:
             protection.privacy,
             worlds=worlds or self.worlds * len(self.sizes),
             late=self.late if sfvi and not other_end else unseen,
-            targets=self.late if self.layout.size("record") and not own_latents else None,
+            targets=self.late if self.layout.size("record") else None,
             simulated=self._simulated,
             real_data=self._real_data,
         )

@@ -58,23 +58,17 @@ def _searched(
     return last_within(cost(accountant), start, epsilon, direction, tolerance)
 
 
-def solve_rate(
-    make_event: Callable[[float], Event],
-    epsilon: float,
-    delta: float,
-    accountant: str = "pld",
-    tolerance: float = 1e-3,
-) -> float:
-    """The largest sampling rate, to a relative `tolerance` and at most 1, at which make_event(rate) fits."""
+def solve_rate(make_event: Callable[[float], Event], epsilon: float, delta: float, accountant: str = "pld") -> float:
+    """The largest sampling rate, to one part in 1,000 and at most 1, at which make_event(rate) fits."""
     check_accountant(accountant)
-    check_target(epsilon, delta, tolerance)
+    check_target(epsilon, delta, 1e-3)
 
     def cost(by: str) -> Callable[[float], float]:
         return lru_cache(maxsize=None)(lambda rate: epsilon_of(make_event(min(rate, 1.0)), delta, by))
 
     if cost(accountant)(1.0) <= epsilon:
         return 1.0
-    rate = _searched(cost, accountant, 0.5, epsilon, -1, tolerance)
+    rate = _searched(cost, accountant, 0.5, epsilon, -1, 1e-3)
     if rate < _SMALLEST_RATE:
         raise InputError(f"no sampling rate keeps this within epsilon {epsilon:g}; add noise or do fewer rounds")
     return min(rate, 1.0)

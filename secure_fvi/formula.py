@@ -759,9 +759,9 @@ def columns_of(formula: str, dictionary: Dictionary) -> list[str]:
 
 def few_records(
     formula: str, dictionary: Dictionary, columns: Frame, record: str | None, shared: Sequence[str] = (),
-    few: int = FEW, graded: bool = False,
+    graded: bool = False,
 ) -> list[str]:  # fmt: skip
-    """What of a formula fewer than `few` records of one site have, in words, with their number: a level of a category,
+    """What of a formula fewer than `FEW` records of one site have, in words, with their number: a level of a category,
     a group of those `shared`, which span sites, and whatever else sets a column of a design to another value than most
     have, in all rows or in those of such a group; two levels together, where an effect is of both; weights or trials
     above 0, and nearly all of the squares of such a column or expression. For that site alone.
@@ -779,8 +779,8 @@ def few_records(
     found: dict[frozenset[int], str] = {}
 
     def look(what: str, where: npt.NDArray[Any]) -> None:
-        of = frozenset(np.unique(whose[where])[:few].tolist())
-        if 0 < len(of) < few:
+        of = frozenset(np.unique(whose[where])[:FEW].tolist())
+        if 0 < len(of) < FEW:
             found.setdefault(of, f"{what} ({len(of)})")
 
     def weigh(what: str, values: npt.NDArray[Any]) -> None:
@@ -826,9 +826,9 @@ def few_records(
     for term, key in zip(parsed.random, keys, strict=True):  # of whose groups the term's own columns are effects
         by_group = np.split(np.argsort(key, kind="stable"), np.cumsum(np.bincount(key))[:-1])
         sizes = [len(np.unique(whose[group])) for group in by_group] if rows and term.label in shared else []
-        if small := [size for size in sizes if size < few]:
-            found[frozenset({-1 - len(found)})] = f"a group of '{term.label}' ({', '.join(map(str, small[:few]))})"
-        many = [group for group, size in zip(by_group, sizes, strict=False) if size >= few]
+        if small := [size for size in sizes if size < FEW]:
+            found[frozenset({-1 - len(found)})] = f"a group of '{term.label}' ({', '.join(map(str, small[:FEW]))})"
+        many = [group for group, size in zip(by_group, sizes, strict=False) if size >= FEW]
         within.append([*every, *((f" in a group of '{term.label}'", group) for group in many)])
     for design, groups in zip(designs, within, strict=True):
         for name, values in zip(design.names, design.matrix(columns, rows).T, strict=True):

@@ -33,7 +33,7 @@ _BROADCAST = wire.Row(
     wire.Listed(wire.whole()),  # sums used, in the cohort's order; one number where it is the same of all
     wire.binary(32),  # digest of the cohort
     wire.Listed(_NAME),  # the cohort, where it is not all whom the job asks
-    wire.Mapped(wire.real(), _NAME),
+    wire.Mapped(wire.real, _NAME),
     wire.Mapped(_TENSOR, _NAME),
     _NAME,  # phase
     wire.Listed(wire.Row(wire.whole(), wire.whole(), _NAME, wire.whole())),  # what the sums used answered

@@ -34,11 +34,9 @@ _MOST_PANELS = 12
 Densities = Mapping[str, Mapping[str, Sequence[float]]]
 
 
-def marginal_panels(
-    run: Densities, reference: Densities | None = None, reference_name: str = "", most: int = _MOST_PANELS
-) -> Figure:
+def marginal_panels(run: Densities, reference: Densities | None = None, reference_name: str = "") -> Figure:
     """Marginal posteriors side by side; the reference, where there is one, as a grey area behind the run."""
-    names = list(run)[:most]
+    names = list(run)[:_MOST_PANELS]
     columns = min(len(names), 5 if len(names) == 5 else 4) or 1
     rows = -(-len(names) // columns)
     with mpl.rc_context(_STYLE):

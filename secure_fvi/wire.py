@@ -291,11 +291,8 @@ def text(most: int = 200, least: int = 0, printable: bool = False) -> Shape:
     )
 
 
-def real(whole_too: bool = True) -> Shape:
-    """A number."""
-    return _Leaf([_INT, _FLOAT] if whole_too else [_FLOAT], lambda v: type(v) in (int, float))
-
-
+#: A number.
+real = _Leaf([_INT, _FLOAT], lambda v: type(v) in (int, float))
 #: One of the types that a value without parts can have.
 plain = _Leaf([_INT, _FLOAT, _BOOL, _NIL, _TEXT], lambda v: v is None or type(v) in (bool, int, float, str))
 flag = _Leaf([_BOOL], lambda v: type(v) is bool)

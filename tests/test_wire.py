@@ -200,7 +200,7 @@ SHAPES = {
     "list": Case(wire.Listed(wire.whole(9), 3, 1), [[1], [1, 2, 3]], [[], [1] * 4, [[1]], {1: 2}, b"1", None], [[9]]),
     "list of binary": Case(wire.Listed(wire.binary(2)), [[], [b"ab"] * 3], [[b"ab", b"abc"], [b"ab", "ab"], b"ab"], []),
     "list of long ones": Case(wire.Listed(wire.binary(300)), [[bytes(300)] * 2], [[bytes(300), bytes(299)]], []),
-    "table": Case(wire.Mapped(wire.real()), [{}, {"a": 1, "b": 0.5}], [{"a": "1"}, {b"a": 1}, [], ["a", 1], 1], []),
+    "table": Case(wire.Mapped(wire.real), [{}, {"a": 1, "b": 0.5}], [{"a": "1"}, {b"a": 1}, [], ["a", 1], 1], []),
     "number": Case(wire.whole(5, 2), [2, 4], [2.0, True, "2", None, [2]], [1, 5]),
     "one of": Case(wire.one_of(0, 1, b"ab"), [0, 1, b"ab"], [1.0, True, b"abc", "ab"], [2, b"a", b"xy"]),
     "one of two": Case(wire.one_of(0, 1), [0, 1], [False, 0.0, b""], [2]),

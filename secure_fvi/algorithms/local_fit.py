@@ -157,18 +157,18 @@ class LocalFitOptions:
         """Without latents the longest that fits the steps of a fit without a rest; with them, one."""
         return max(length for length in range(1, _LONGEST + 1) if self.local_steps % length == 0)
 
-    def newton_calls(self, problem: Problem, fits: int = 10) -> tuple[int, int] | None:
+    def newton_calls(self, problem: Problem) -> tuple[int, int] | None:
         """Traced calls of a silo's fits where they take Newton's steps, about, and draws of q in each. None: of others
         `traced_calls` tells."""
         families = Families(self, problem)
-        return (fits * _NEWTON_STEPS, families.draws) if families.newton else None
+        return (_FITS * _NEWTON_STEPS, families.draws) if families.newton else None
 
 
 #: Antithetic pairs of draws in a step of `NewtonSteps`, at least, and more than latents that records share; dimensions
 #: of these up to which there are such steps, and numbers of records in all draws of one up to which a silo makes them.
 _PAIRS, _SPARE, _NEWTON_TO, _AT_ONCE = 16, 8, 128, 4_000_000
-#: Newton's steps of one fit, about: they end when q has settled.
-_NEWTON_STEPS = 25
+#: Newton's steps of one fit, about: they end when q has settled; and fits of a run.
+_NEWTON_STEPS, _FITS = 25, 10
 
 
 class Families:
