@@ -43,6 +43,11 @@ def make_regression(sizes: tuple[int, ...], d: int = 3, seed: int = 0) -> tuple[
     return silos, Natural(shift, precision)
 
 
+def near(a: Natural, b: Natural, tolerance: float) -> bool:
+    scale = float(b.precision.abs().max())
+    return all(float((x - y).abs().max()) < tolerance * scale for x, y in zip(a, b, strict=True))
+
+
 class World(NamedTuple):
     """All parties of one fit, to be driven round by round."""
 

@@ -90,6 +90,12 @@ class TestTotalsOfFewSilos:
         own = [Gaussian(np.zeros(self.D), c) for c in covariances]
         return iterated(own, [1] * len(own), iterations)[0]
 
+    def residuals(self, roots, totals, covariances):
+        """What totals of these covariances have beyond those seen, at the roots of each S."""
+        values, vectors = np.linalg.eigh(roots @ covariances @ roots)
+        terms = (vectors * np.sqrt(np.maximum(values, 0))[..., None, :]) @ vectors.swapaxes(-1, -2)
+        return (terms.sum(axis=1) - totals)[:, *np.triu_indices(self.D)].ravel()
+
     def reconstruct(self, seen, silos, guesses, evaluations=100):
         """Covariances that fit by least squares from the guesses of all but the last M_j, and the best cost."""
         (first, total), *later = seen
@@ -103,9 +109,7 @@ class TestTotalsOfFewSilos:
             return [inverse @ m @ m @ inverse for m in [*parts, total - sum(parts)]]
 
         def residuals(unknown):
-            values, vectors = np.linalg.eigh(roots @ np.stack(covariances(unknown)) @ roots)
-            terms = (vectors * np.sqrt(np.maximum(values, 0))[..., None, :]) @ vectors.swapaxes(-1, -2)
-            return (terms.sum(axis=1) - totals)[:, *upper].ravel()
+            return self.residuals(roots, totals, np.stack(covariances(unknown)))
 
         best = None
         for guess in guesses:
@@ -157,9 +161,7 @@ class TestTotalsOfFewSilos:
             return halves @ halves
 
         def residuals(unknown):
-            values, vectors = np.linalg.eigh(roots @ covariances(unknown) @ roots)
-            terms = (vectors * np.sqrt(np.maximum(values, 0))[..., None, :]) @ vectors.swapaxes(-1, -2)
-            return (terms.sum(axis=1) - totals)[:, *upper].ravel()
+            return self.residuals(roots, totals, covariances(unknown))
 
         unknown = np.concatenate([matrix_root(c)[upper] for c in own])
         unknown += 0.1 * np.random.default_rng(seed).normal(size=unknown.size)

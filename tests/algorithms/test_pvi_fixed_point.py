@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pvi_world import World, build
+from pvi_world import World, build, near
 from torch import Tensor
 
 import secure_fvi as sf
@@ -57,11 +57,6 @@ def _target(world: World, name: str) -> Natural:
     return target
 
 
-def _near(a: Natural, b: Natural, tolerance: float) -> bool:
-    scale = float(b.precision.abs().max())
-    return all(float((x - y).abs().max()) < tolerance * scale for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("family", [pytest.param("full", marks=pytest.mark.slow), "diagonal"])
 @pytest.mark.parametrize("optimizer", [pytest.param("fixed_point", marks=pytest.mark.slow), "gradient"])
 @pytest.mark.later("gradient-diagonal")
@@ -70,9 +65,9 @@ def test_one_local_step_is_global_vi_whatever_the_partition(family: str, optimiz
     data = make_logistic()
     options = {"family": family, "local_optimizer": optimizer, "local_steps": 1, "learning_rate": 0.02}
     many, one = (_run(data, sizes, 5, **options).state.q for sizes in (SIZES, (sum(SIZES),)))
-    assert _near(many, one, 1e-12)
+    assert near(many, one, 1e-12)
     ten = {**options, "local_steps": 10}
-    assert not _near(_run(data, SIZES, 5, **ten).state.q, _run(data, (sum(SIZES),), 5, **ten).state.q, 1e-3)
+    assert not near(_run(data, SIZES, 5, **ten).state.q, _run(data, (sum(SIZES),), 5, **ten).state.q, 1e-3)
 
 
 @pytest.mark.slow
@@ -99,7 +94,7 @@ def test_at_a_fixed_point_sites_are_gradients_and_q_is_an_optimum_of_global_vi(f
         silo: Any = ended.engine.silos[name]
         silo.settle(ended.server.state.accepted)
         site = silo.program.site(silo.local, message, name)
-        assert _near(site, _target(ended, name), 1e-6)
+        assert near(site, _target(ended, name), 1e-6)
 
 
 @pytest.mark.slow

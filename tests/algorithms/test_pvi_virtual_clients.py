@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pvi_world import REGRESSION, World, build, make_regression
+from pvi_world import REGRESSION, World, build, make_regression, near
 from torch import Tensor
 
 import secure_fvi as sf
@@ -18,11 +18,6 @@ EXACT = {"local_optimizer": "closed_form", "family": "full"}
 CLIP = 2.0
 
 
-def _near(a: Natural, b: Natural, tolerance: float) -> bool:
-    scale = float(b.precision.abs().max())
-    return all(float((x - y).abs().max()) < tolerance * scale for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.slow
 def test_virtual_clients_have_sites_of_their_own_and_reach_the_exact_posterior() -> None:
     silos, exact = make_regression((17, 30, 12))
@@ -30,8 +25,8 @@ def test_virtual_clients_have_sites_of_their_own_and_reach_the_exact_posterior()
     for k in range(60):
         world.round()
         if k < 3:
-            assert _near(world.product(), world.state.q, 1e-10)
-    assert _near(world.state.q, exact, 1e-8)
+            assert near(world.product(), world.state.q, 1e-10)
+    assert near(world.state.q, exact, 1e-8)
     silo: Any = world.engine.silos["silo-1"]
     sites = [part.site.precision for part in silo.local.parts]
     assert len(sites) == 3
@@ -53,7 +48,7 @@ def test_under_record_privacy_sites_count_what_was_released() -> None:
     for _ in range(6):
         world.round()
         assert world.state.q.proper
-        assert _near(world.product(), world.state.q, 1e-8)
+        assert near(world.product(), world.state.q, 1e-8)
 
 
 @pytest.mark.parametrize("clip", [CLIP, 1e9])
@@ -101,7 +96,7 @@ def test_parts_under_record_privacy_have_one_site_and_reach_the_exact_posterior(
     for k in range(30):
         world.round()
         if k < 3:
-            assert _near(world.product(), world.state.q, 1e-10)
+            assert near(world.product(), world.state.q, 1e-10)
     left = world.state.q.minus(exact).precision.norm() / start.minus(exact).precision.norm()
     assert float(left) == pytest.approx((1 - 4 / 30) ** 30, rel=1e-3)
     silo: Any = world.engine.silos["silo-1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +74,16 @@ kind = "plain"
 [run]
 compile = false
 """
+
+
+def ran(folder: Path, config: str) -> Path:
+    """The directory of a run of so few rounds that it does not converge, which is no matter to whom asks for it: the
+    suite makes that warning an error."""
+    (folder / "run.toml").write_text(config)
+    with warnings.catch_warnings(action="ignore"), pytest.raises(SystemExit) as stopped:
+        main(["run", str(folder / "run.toml"), "--out", str(folder / "out"), "--quiet"])
+    assert stopped.value.code == 0
+    return folder / "out"
 
 
 class Answer(NamedTuple):

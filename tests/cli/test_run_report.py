@@ -7,13 +7,12 @@ import html
 import json
 import shutil
 import tomllib
-import warnings
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 
-from secure_fvi.cli import main
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.report import _kept_words, _methods, _privacy_words, what_left, write_report
@@ -60,13 +59,7 @@ ASKED = {"unit": "record", "epsilon": 1.0, "delta": 1e-5, "clipping_norm": 1.0, 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("report")
-    (folder / "run.toml").write_text(CONFIG)
-    # Two rounds do not converge, which is no matter here; the suite makes that warning an error.
-    with warnings.catch_warnings(action="ignore"), pytest.raises(SystemExit) as stopped:
-        main(["run", str(folder / "run.toml"), "--out", str(folder / "out"), "--quiet"])
-    assert stopped.value.code == 0
-    return folder / "out"
+    return command_line.ran(tmp_path_factory.mktemp("report"), CONFIG)
 
 
 def page_of(

@@ -6,13 +6,12 @@ import http.client
 import json
 import shutil
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import ran
 
-from secure_fvi.cli import main
 from secure_fvi.errors import InputError
 from secure_fvi.runs.watching import Watch, snapshot
 
@@ -36,13 +35,7 @@ delta = 1e-5
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("watch")
-    (folder / "run.toml").write_text(CONFIG)
-    # Few rounds do not converge, which is no matter here; the suite makes that warning an error.
-    with warnings.catch_warnings(action="ignore"), pytest.raises(SystemExit) as stopped:
-        main(["run", str(folder / "run.toml"), "--out", str(folder / "out"), "--quiet"])
-    assert stopped.value.code == 0
-    return folder / "out"
+    return ran(tmp_path_factory.mktemp("watch"), CONFIG)
 
 
 @pytest.fixture
