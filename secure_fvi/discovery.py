@@ -66,7 +66,7 @@ class Discovery(Messenger):  # type: ignore[misc]
         self.observes = False  # anything in the record plate
         self.factors: set[str] = set()  # outside the record plate
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the terms in the record plate
-        self.without_centre: list[str] = []  # latent sites whose prior has none
+        self.how: dict[str, str] = {}  # the start of each latent site was found
         # By what is observed, the first site that observes it, and the tensor, so that no other takes its place.
         self.data_of: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
         self.twice: list[tuple[str, str]] = []  # sites that observe the same
@@ -160,7 +160,7 @@ class Discovery(Messenger):  # type: ignore[misc]
         if given is None:
             value, unconstrained = self._centred(name, fn)
         else:
-            value = _given(name, given, fn, self.device).to(self.dtype)
+            self.how[name], value = "given", _given(name, given, fn, self.device).to(self.dtype)
             unconstrained = biject_to(fn.support).inv(value)
         msg["value"], msg["done"] = value, True
         self.values[name] = unconstrained
@@ -200,10 +200,9 @@ class Discovery(Messenger):  # type: ignore[misc]
     def _centred(self, name: str, fn: Any) -> tuple[Tensor, Tensor]:
         """The centre of a prior in the model's space and unconstrained; 0 unconstrained where there is none."""
         transform = biject_to(fn.support)
-        value = _centre(fn)
+        self.how[name], value = _centre(fn)
         if value is not None:
             return value.to(self.dtype), transform.inv(value.to(self.dtype))
-        self.without_centre.append(name)
         zero = torch.zeros(transform.inverse_shape(fn.shape()), dtype=self.dtype, device=self.device)
         return transform(zero), zero
 
@@ -292,14 +291,15 @@ def _check_unconstrained(name: str, fn: Any) -> None:
     raise InputError(f"latent site '{name}' ({kind}) {why}; {_INSTEAD.get(kind, by_factor)}")
 
 
-def _centre(fn: Any) -> Tensor | None:
-    """The prior mean, median, or median of draws: the first that is a finite place to start from inside the support. Of
-    correlations, whose mean none of them is, that they are none."""
+def _centre(fn: Any) -> tuple[str, Tensor | None]:
+    """The prior mean, median, or median of draws: the first that is a finite place to start from inside the support,
+    and which; None, "nowhere". Of correlations, whose mean none of them is, that they are none, which counts among
+    draws."""
     inner = fn
     while isinstance(inner, Independent):
         inner = inner.base_dist
     if isinstance(inner, LKJCholesky):
-        return torch.eye(fn.shape()[-1]).expand(fn.shape()).clone()
+        return "draws", torch.eye(fn.shape()[-1]).expand(fn.shape()).clone()
 
     def drawn() -> Tensor:
         with seeded(0):
@@ -311,7 +311,8 @@ def _centre(fn: Any) -> Tensor | None:
             centre: Tensor = transform(transform.inv(fn.sample((_MEDIAN_DRAWS,))).median(0).values)
         return centre
 
-    for attempt in (lambda: fn.mean, lambda: fn.icdf(torch.full(fn.shape(), 0.5)), drawn, unconstrained):
+    ways = (("mean", lambda: fn.mean), ("median", lambda: fn.icdf(torch.full(fn.shape(), 0.5))))
+    for how, attempt in (*ways, ("draws", drawn), ("draws", unconstrained)):
         try:
             value: Tensor = attempt().detach().expand(fn.shape()).clone()
         except (NotImplementedError, AttributeError, RuntimeError):  # of some mixtures Pyro cannot draw many at once
@@ -321,8 +322,8 @@ def _centre(fn: Any) -> Tensor | None:
         at = biject_to(fn.support).inv(value)
         near = at.shape == value.shape and torch.equal(at, value)
         if near or bool((at.abs() <= _FARTHEST_START).all()):
-            return value
-    return None
+            return how, value
+    return "nowhere", None
 
 
 def _given(name: str, value: float | Tensor, fn: Any, device: torch.device) -> Tensor:
@@ -509,7 +510,7 @@ def read_layout(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> tu
             SecureFVIWarning,
             stacklevel=2,
         )
-    for site in run.without_centre:
+    for site in (name for name, how in run.how.items() if how == "nowhere"):
         warnings.warn(
             f"the prior of site '{site}' has no finite centre to start from; the fit begins at 0 in unconstrained "
             "space. Say where with start={...}, or take a prior that says more",

@@ -33,7 +33,7 @@ from secure_fvi.compiled import Calls, agree, flatten, trace_graph
 from secure_fvi.density import LogTerms, Params, param_constraint, running
 from secure_fvi.deployment.fence import CPU_SECONDS, MODEL, MOST_THREADS, call_filter, roles_of
 from secure_fvi.deployment.session_messages import unpack_schema
-from secure_fvi.discovery import Discovery, _centre, _discover, as_model, kind_of, read_layout, start_of
+from secure_fvi.discovery import Discovery, _discover, as_model, kind_of, read_layout, start_of
 from secure_fvi.errors import InputError, SecureFVIWarning, one_line
 from secure_fvi.exported import (
     SIZES,
@@ -194,7 +194,7 @@ class _Recentre(Discovery):
         some = next(iter(rows.values()))
         super().__init__(model, some.shape[0], dtype, some.device)
         self.known = known  # None: find out
-        self.found = _Centres({}, {}, {})
+        self.found = _Centres(self.how, {}, {})
         self.inside: Params = {}
 
     def _pyro_param(self, msg: Any) -> None:
@@ -220,13 +220,10 @@ class _Recentre(Discovery):
             if (bad := outside(msg)) is not None:
                 self.inside[name] = ~bad_records(msg, bad, dim)
                 self.found.words[name] = f"{kind_of(fn)} takes {described(fn.support)}"
-        elif self.known is None and name in self.values:
-            how = "given" if name in self.model.start else _how(fn)
-            self.found.how[name] = how
-            if how in ("given", "draws"):
-                if how == "draws" and dim:
-                    raise _untraceable(f"record site '{name}' has a prior without mean and quantiles; give its start")
-                self.found.fixed[name] = msg["value"]
+        elif self.known is None and self.how.get(name) == "draws":
+            if dim:
+                raise _untraceable(f"record site '{name}' has a prior without mean and quantiles; give its start")
+            self.found.fixed[name] = msg["value"]
 
     def _value(self, name: str, fn: Any) -> Tensor:
         assert self.known is not None
@@ -251,20 +248,6 @@ class _Centres(NamedTuple):
     fixed: Params
     words: dict[str, str]  # of each observed site: what it takes
     theta: Params = {}  # noqa: RUF012
-
-
-def _how(fn: Any) -> str:
-    """By which of its ways `_centre` finds a centre."""
-    centre = _centre(fn)
-    if centre is None:
-        return "nowhere"
-    for name, attempt in (("mean", lambda: fn.mean), ("median", lambda: fn.icdf(torch.full(fn.shape(), 0.5)))):
-        try:
-            if torch.equal(attempt().detach().expand(fn.shape()), centre):
-                return name
-        except (NotImplementedError, AttributeError):
-            continue
-    return "draws"
 
 
 def export(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> bytes:
