@@ -129,7 +129,7 @@ def _judge(home: Path, found: SitePolicy, config: Asked, installed: str | None) 
     if site.role == "silo" and silos is not None and site.id not in silos:
         raise InputError(f"{config} does not ask this site, '{site.id}', but {', '.join(silos)}")
     roster, model = site.roster(now()), manifest(job, installed).hash
-    offer = make_offer(job, roster, roster.of_role("server")[0].id, model, now(), config.path.stem, silos=silos)
+    offer = make_offer(job, roster, roster.of_role("server")[0].id, model, now(), config.path.stem)
     rule = judge(offer, found, site.role, roster, site.id)
     named = [] if rule is None else [p for p in (rule.path, *rule.tables.values()) if p is not None]
     if gone := next((path for path in named if not os.access(path, os.R_OK)), None):

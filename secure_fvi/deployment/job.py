@@ -126,17 +126,14 @@ def make_offer(
     model: bytes,
     now: datetime.datetime,
     job: str | None = None,
-    data_set: str | None = None,
-    silos: tuple[str, ...] | None = None,
 ) -> JobOffer:
-    """The offer of `config` to `silos`: those that it names, or all. Paths are dropped; data_set: that of [privacy]."""
-    named = silos if silos is not None else silo_ids(config)
+    """The offer of `config` to the silos that it names, or all. Paths are dropped."""
+    named = silo_ids(config)
     chosen = tuple(sorted(named if named is not None else [m.id for m in roster.of_role("silo")]))
     for name in chosen:
         if roster.member(name).role != "silo":
             raise InputError(f"'{name}' is no silo in roster {roster.serial}")
-    if data_set is None:
-        data_set = data_set_of(config)
+    data_set = data_set_of(config)
     return JobOffer(
         secrets.token_hex(16) if job is None else job,
         server,

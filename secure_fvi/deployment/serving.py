@@ -445,7 +445,7 @@ class Hub:
         self._check_not_offered(job, path)
         threads = of.config.run.model_copy(update={"threads": of.silo_threads})
         config = of.config.model_copy(update={"run": threads, "engine": None})
-        offer = make_offer(config, self._roster, home.id, manifest(of.config).hash, now(), job, silos=silo_ids(config))
+        offer = make_offer(config, self._roster, home.id, manifest(of.config).hash, now(), job)
         signed = sign_offer(offer, home.identity_in(self._roster))
         write_atomically(path, signed)
         self._log_offer(offer)

@@ -169,7 +169,7 @@ def test_a_server_that_carries_the_response_cannot_open_it(
     """It asks for it under keys of its own and in the name of others, passes on what is for another silo, and makes a
     response up. The control: where nobody looks at the signature of a key, it opens the labels."""
     job, hub = ColumnsJob(world, tmp_path, **AT_SILO), world.homes["hub"]
-    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW, silos=SILOS)
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
     signed, own = sign_offer(offer, hub.identity()), X25519PrivateKey.generate()
     mine = own.public_key().public_bytes_raw()
     with ExitStack() as stack:
@@ -224,7 +224,7 @@ def test_a_silo_that_copies_the_digest_of_an_order_is_told_no_response(
     The control is a key that is signed without the people: the labels are sealed for it."""
     job, hub = ColumnsJob(world, tmp_path, **AT_SILO), world.homes["hub"]
     job.files["north"].write_text(job.files["north"].read_text().replace("P-", "Q-"))
-    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW, silos=SILOS)
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
     signed = sign_offer(offer, hub.identity())
     if not bound:
         monkeypatch.setattr(SiteColumns, "_listed_by", lambda self, silo: b"")
@@ -792,7 +792,7 @@ def test_what_a_policy_does_not_list_is_refused_by_name(world: World, tmp_path: 
 
     def said(rule: dict[str, Any] | None = None, config: Config = job.config, **changes: Any) -> str:
         job.allow("north", rule, **changes)
-        offer = make_offer(config, roster, server, manifest(job.config).hash, NOW, silos=SILOS)
+        offer = make_offer(config, roster, server, manifest(job.config).hash, NOW)
         try:
             check(offer, read_policy(home.policy_file), "silo", roster, "north")
         except PolicyError as error:
@@ -1078,7 +1078,7 @@ def test_nothing_is_told_of_a_response_before_it_is_known_of_whom(world: World, 
     """Sealed for no order, it would be of whatever people the silo that opens it lists. The control is a silo whose
     file is sorted, in `test_a_server_that_carries_the_response_cannot_open_it`."""
     job, hub = ColumnsJob(world, tmp_path, **AT_SILO, alignment=MATCHED), world.homes["hub"]
-    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW, silos=SILOS)
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
     with closing(Site(world.homes["east"], Local())) as site:
         met(hub, site)
         site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
@@ -1229,7 +1229,7 @@ def holding(job: ColumnsJob) -> tuple[ServerColumns, JobOffer, Home]:
     home = job.world.homes["hub"]
     algorithm, aggregation, privacy = chosen(job.config)
     model = bytes(32) if privacy is None else manifest(job.config).hash
-    offer = make_offer(job.config, home.roster(NOW), "hub", model, NOW, "one", silos=SILOS)
+    offer = make_offer(job.config, home.roster(NOW), "hub", model, NOW, "one")
     return ServerColumns(job.config, algorithm, aggregation), offer, home
 
 

@@ -149,10 +149,13 @@ def test_an_offer_that_names_a_file_is_refused(world: World, roster: ConsortiumR
 
 
 def test_an_offer_is_for_silos_of_the_roster(roster: ConsortiumRoster) -> None:
+    def asking(name: str) -> Config:
+        return parse({**FILES, "silo": [*FILES["silo"], {"id": name, "data": "/srv/other.csv"}]}, "t")
+
     with pytest.raises(ProtocolError, match="'west' is no member"):
-        make_offer(parse(FILES, "t"), roster, "hub", bytes(32), NOW, silos=("west",))
+        make_offer(asking("west"), roster, "hub", bytes(32), NOW)
     with pytest.raises(InputError, match="'hub' is no silo"):
-        make_offer(parse(FILES, "t"), roster, "hub", bytes(32), NOW, silos=("hub",))
+        make_offer(asking("hub"), roster, "hub", bytes(32), NOW)
 
 
 @given(st.binary(max_size=300))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from consortium_run import SILOS, Job
+from consortium_run import Job
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from deployment_world import NOW, World
 from fuzzing import opened_job, reopened
@@ -261,7 +261,7 @@ def test_another_jobs_offer_in_place_of_the_kept_one_is_named(world: World, tmp_
     begun.found.sites["east"].close()
     path, config = begun.folder / "offer", begun.made.config
     kept = path.read_bytes()
-    other = make_offer(config, hub.roster(NOW), "hub", manifest(config).hash, NOW, silos=SILOS)
+    other = make_offer(config, hub.roster(NOW), "hub", manifest(config).hash, NOW)
     path.write_bytes(sign_offer(other, hub.identity()))
     with pytest.raises(RecordError, match=r"offer' is not what was written there: .* start the server again"):
         begun.asked()

@@ -107,7 +107,8 @@ class Site:
 
     def offer(self, of: Config | None = None, model: bytes | None = None, data_set: str | None = None) -> JobOffer:
         of = of or config()
-        return make_offer(of, self.roster, "hub", model or self.model(of), NOW, data_set=data_set)
+        offer = make_offer(of, self.roster, "hub", model or self.model(of), NOW)
+        return offer if data_set is None else dataclasses.replace(offer, data_set=data_set)
 
     def refused(self, offer: JobOffer, *words: str, **changes: Any) -> str:
         with pytest.raises(PolicyError) as caught:
