@@ -929,7 +929,7 @@ def _is_below(algorithm: Any, privacy: Any, least: float, most: float = 7.0) -> 
         lie = torch.cat([lie * 1e4, torch.tensor([1e4], dtype=torch.float64)]).reshape(message.tensors["q"].shape)
     told = {"q" if "q" in message.tensors else "z_global": lie}
     if "q" in told:
-        told["units"] = server.program.units(server.program.families.unpack(lie))
+        told["units"] = server.program.families.units(server.program.families.unpack(lie))
     try:
         tell(silo, message._replace(tensors={**message.tensors, **told}))
     except AggregationError:

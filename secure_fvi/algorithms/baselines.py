@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block
@@ -37,7 +36,7 @@ from secure_fvi.algorithms.base import (
     Verdict,
 )
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
-from secure_fvi.algorithms.local_fit import CHANGE, FIRST_FIT, Families, LocalFitOptions, OwnState, SiloFit
+from secure_fvi.algorithms.local_fit import CHANGE, FIRST_FIT, UNITS, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import Natural, nothing, to_eta
 from secure_fvi.algorithms.prior import Prior
 from secure_fvi.disclosure import Declaration, Sums
@@ -211,7 +210,7 @@ class BaselineProgram(Program):
         skipped = Block(SKIPPED, (), 1.0, integer=True, rows="some")
         # A single silo's number of records is nobody's business; all silos' tells whether one was lost.
         counts = (records, skipped) if config.at_once else (skipped,)
-        sent: dict[str, Tensor | tuple[int, ...]] = {"q": change.shape}
+        sent: dict[str, Tensor | tuple[int, ...]] = {"q": change.shape, UNITS: (self.families.n,)}
         split: dict[str, Any] = {}
         if config.splits:
             split = {"scalars": (RECORDS,), "known": {RECORDS: config.public_records}}
@@ -231,13 +230,14 @@ class BaselineProgram(Program):
         phase = COUNT if self.counts_first and not state.records else ROUND_PHASE
         scalars = {RECORDS: float(state.records)} if self.config.splits else {}
         cohort = self.asked(state.round, phase)
-        return Broadcast(state.round, index, accepted, cohort, scalars, {"q": state.q.pack()}, phase)
+        tensors = {"q": state.q.pack(), UNITS: self.families.units(state.q)}
+        return Broadcast(state.round, index, accepted, cohort, scalars, tensors, phase)
 
     def step(self, state: BaselineState, message: Broadcast, sums: Totals, scale: float) -> tuple[BaselineState, Step]:
         if message.phase == COUNT:
             state = state._replace(records=round(scale * float(sums[RECORDS])))
             return state, Step(math.nan, 1.0, None, COUNT, False)
-        q = state.q.plus(self.families.unpack(torch.from_numpy(sums[CHANGE])))
+        q = state.q.plus(self.families.stated(message, sums[CHANGE]))
         if not q.proper:
             raise SecureFVIError(
                 f"{self.config.name}, round {state.round + 1}: the product of the silos' approximations is no "
@@ -282,7 +282,7 @@ class BaselineProgram(Program):
     def answer(self, message: Broadcast, local: OwnState, view: SiloView) -> Answer:
         if message.phase == COUNT:
             return Answer({RECORDS: view.size}, local)
-        prior = self._prior(message, view)
+        prior, per_unit = self._prior(message, view), self.families.told_per_unit(message, view.silo)
         fitted = self.fit(view.turn + 1, {}, self.fit.begin(prior, local), prior, local, view)
         if not self.terms and self.config.at_once and not fitted.sane:
             # A zero in its place would make the total the others'.
@@ -291,7 +291,7 @@ class BaselineProgram(Program):
             )
         change = fitted.q.minus(prior) if fitted.sane else nothing(prior.n, prior.full)
         counts = {RECORDS: view.size, SKIPPED: float(not fitted.sane)}
-        return Answer({CHANGE: change.pack(), **counts}, fitted.own if fitted.sane else local)
+        return Answer({CHANGE: change.pack() * per_unit, **counts}, fitted.own if fitted.sane else local)
 
     def commit(self, local: OwnState, pending: Pending, accepted: int) -> OwnState:
         """The pending state in any case: own latents are where a silo's last fit left them, used or not."""

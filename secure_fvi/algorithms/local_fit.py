@@ -45,7 +45,7 @@ from secure_fvi.density import LogDensity
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.families import Amortised, Conditional, Full, LocalFamily, Params, global_family
 from secure_fvi.families.conditional import ENCODER
-from secure_fvi.families.gaussian import INITIAL_SCALE, eta_of, unit_lower
+from secure_fvi.families.gaussian import INITIAL_SCALE, eta_of, lower, unit_lower
 from secure_fvi.objective import SiloFunction, SiloGradient, silo_gradient, vjp
 from secure_fvi.optimizers import Optimizer, local_units
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
@@ -62,6 +62,8 @@ FIRST_FIT = 4
 _RATE_BY_SIZE = 2.0
 #: The block of a change of q, and how many times the bound of other numbers it may take.
 CHANGE, _ROOM = "change", 2.0**10
+#: In a broadcast: in what such changes are stated; and the largest power of two of one.
+UNITS, _MOST_UNITS = "units", 200
 #: Longest natural step: of a mean and its gains, in sds (by dimension), and of a log sd, or half the log covariance.
 _MEAN_STEP, _SCALE_STEP = 0.5, 0.3
 #: How far from the mean a first fit begins, in sds of its tight scale.
@@ -242,6 +244,31 @@ class Families:
         alone knows."""
         room = _ROOM if self.problem.privacy is None else 1.0
         return Block(CHANGE, (self.packed,), self.config.bound * room)
+
+    def units(self, q: Natural) -> Tensor:
+        """(n,) the units in which silos state changes of Z_G: powers of two near q's sds, so that nothing is rounded.
+
+        A sum has a bound and a resolution, and parameters on raw scales have precisions of 1e10 beside others of 1e-8.
+        Ones under differential privacy, where changes are clipped as they are.
+        """
+        if self.problem.privacy is not None:
+            return torch.ones(self.n, dtype=torch.float64)
+        return torch.exp2(q.stddev().log2().round().clamp(-_MOST_UNITS, _MOST_UNITS))
+
+    def told_per_unit(self, message: Broadcast, silo: str) -> Tensor:
+        """`per_unit` of the units that are sent: a silo whose own rounding is another may be off by a factor of two."""
+        units, own = message.tensors[UNITS].to("cpu", torch.float64), self.units(self.unpack(message.tensors["q"]))
+        if not bool(((units == own) | (units == 2 * own) | (units == own / 2)).all()):
+            raise ProtocolError(f"silo '{silo}': the units of a change are not those of the q that was sent")
+        return self.per_unit(units)
+
+    def stated(self, message: Broadcast, change: FloatArray) -> Natural:
+        """The total of changes (packed,) that silos stated in the units of `message`."""
+        return self.unpack(torch.from_numpy(change) / self.per_unit(message.tensors[UNITS].to("cpu", torch.float64)))
+
+    def per_unit(self, units: Tensor) -> Tensor:
+        """(packed,) factors of a packed factor of z that make it one of z / units."""
+        return torch.cat([units, lower(torch.outer(units, units)) if self.full else units.square()])
 
     def unpack(self, flat: Tensor) -> Natural:
         return unpack(flat.to("cpu", torch.float64), self.n, self.full)

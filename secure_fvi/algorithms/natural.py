@@ -59,12 +59,17 @@ class Natural(NamedTuple):
 
     @property
     def proper(self) -> bool:
-        """Whether it can be normalised."""
+        """Whether it can be normalised, and has a mean and a `factor` as far as numbers of 64 bits hold them: of a
+        precision that is all but singular the covariance may be none."""
         if not bool(torch.isfinite(self.shift).all() and torch.isfinite(self.precision).all()):
             return False
         if not self.full:
-            return bool((self.precision > 0).all())
-        return int(torch.linalg.cholesky_ex(self.precision).info) == 0
+            return bool((self.precision > 0).all() and torch.isfinite(1 / self.precision).all())
+        root, failed = torch.linalg.cholesky_ex(self.precision)
+        if int(failed):
+            return False
+        covariance = torch.cholesky_inverse(root)
+        return bool(torch.isfinite(covariance).all()) and int(torch.linalg.cholesky_ex(covariance).info) == 0
 
     def mean(self) -> Tensor:
         """(n,), of a proper factor."""

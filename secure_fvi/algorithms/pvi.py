@@ -70,7 +70,7 @@ from secure_fvi.algorithms.base import (
     fixed_length,
 )
 from secure_fvi.algorithms.kit import LENGTHS, NOT_TWICE, Answer, FitAnswer, Program, Sum, Totals
-from secure_fvi.algorithms.local_fit import CHANGE, EXACT, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
+from secure_fvi.algorithms.local_fit import CHANGE, EXACT, NATURAL, UNITS, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import MOST_LOST, Natural, accept, distance, nothing, to_eta
 from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
@@ -80,7 +80,6 @@ from secure_fvi.compiled import threads
 from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import BoundError, InputError, ProtocolError
 from secure_fvi.families import Params
-from secure_fvi.families.gaussian import lower
 from secure_fvi.later import Later
 from secure_fvi.objective import Lengths
 from secure_fvi.optimizers import Optimizer
@@ -415,8 +414,6 @@ _MOST_UNDONE = 8
 #: changes would search for it, with a q a round. Not of moves by fits along one draw, whose noise turns them in every
 #: run, and tells no more than that noise lets.
 _MOST_TURNS = 2
-#: Largest power of two of a unit.
-_MOST_UNITS = 200
 
 
 class Counts(NamedTuple):
@@ -572,7 +569,7 @@ class PVIProgram(Program):
         present = Block(PRESENT, (silos,), 1.0, integer=True, rows="presence")
         records = Block(RECORDS, (), 2.0**31, integer=True)
         flags = tuple(Block(name, (), 1.0, integer=True, rows="some") for name in (SKIPPED, TEMPERED, MOVING))
-        sent: dict[str, Tensor | tuple[int, ...]] = {"q": (families.packed,), "units": (families.n,)}
+        sent: dict[str, Tensor | tuple[int, ...]] = {"q": (families.packed,), UNITS: (families.n,)}
         sent |= {SITE: (families.packed,)} if self.averaged else {"sums": (silos,), "dampings": (silos,)}
         sent |= thetas
         most = config.most_rounds
@@ -602,20 +599,6 @@ class PVIProgram(Program):
             return (silos[round_ % len(silos)],)
         return choose_cohort(silos, self.cohort_size, self.problem.seed, round_)
 
-    def units(self, q: Natural) -> Tensor:
-        """(n,) the units in which silos state changes of Z_G: powers of two near q's sds, so that nothing is rounded.
-
-        A sum has a bound and a resolution, and parameters on raw scales have precisions of 1e10 beside others of 1e-8.
-        Ones under differential privacy, where changes are clipped as they are.
-        """
-        if self.terms:
-            return torch.ones(self.families.n, dtype=torch.float64)
-        return torch.exp2(q.stddev().log2().round().clamp(-_MOST_UNITS, _MOST_UNITS))
-
-    def per_unit(self, units: Tensor) -> Tensor:
-        """(packed,) factors of a packed factor of z that make it one of z / units."""
-        return torch.cat([units, lower(torch.outer(units, units)) if self.families.full else units.square()])
-
     # ---- server ----
 
     @functools.cached_property
@@ -644,7 +627,7 @@ class PVIProgram(Program):
         )  # fmt: skip
 
     def broadcast(self, state: PVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        tensors = {"q": state.q.pack(), "units": self.units(state.q)}
+        tensors = {"q": state.q.pack(), UNITS: self.families.units(state.q)}
         if self.averaged:
             tensors[SITE] = self._all_sites(state).pack() / (len(self.problem.silos) * self.config.virtual_clients)
         else:
@@ -668,8 +651,7 @@ class PVIProgram(Program):
         )
         if self._may_shorten(state, counts):
             return self._shortened(state, counts, message)
-        stated = torch.from_numpy(sums[CHANGE])
-        change = self.families.unpack(stated / self.per_unit(message.tensors["units"].to(stated)))
+        change = self.families.stated(message, sums[CHANGE])
         asked = int(present.sum())
         if not asked:
             change = self._one
@@ -1029,7 +1011,7 @@ class PVIProgram(Program):
             return Answer({**own, **self._at_the_end(message, local, view, views)}, local)
         if message.phase == REFINE:
             return Answer({**own, REFINED: self._near(message, local, view, views)}, local)
-        per_unit, local = self._per_unit(message, view.silo), local._replace(asked=message.tensors["q"])
+        per_unit, local = self.families.told_per_unit(message, view.silo), local._replace(asked=message.tensors["q"])
         with threads(1) if self.averaged else contextlib.nullcontext():
             answered = [self._answered(message, k, part, views[k], noised_sum) for k, part in enumerate(local.parts)]
         parts, fits = [part for part, _, _ in answered], [fit for _, fit, _ in answered]
@@ -1179,14 +1161,6 @@ class PVIProgram(Program):
         return local._replace(
             parts=tuple(parts), used=0, took=took, factor=factor, heard=message.sum_index, sums=sums, dampings=dampings
         )
-
-    def _per_unit(self, message: Broadcast, silo: str) -> Tensor:
-        """Of the units that are sent: a silo whose own rounding is another may be off by a factor of two."""
-        units = message.tensors["units"].to("cpu", torch.float64)
-        own = self.units(self.families.unpack(message.tensors["q"]))
-        if not bool(((units == own) | (units == 2 * own) | (units == own / 2)).all()):
-            raise ProtocolError(f"silo '{silo}': the units of a change are not those of the q that was sent")
-        return self.per_unit(units)
 
     def _reported(self, message: Broadcast, parts: list[Part], fits: list[Finished]) -> dict[str, float]:
         """The silo's part of the bound, and what befell it."""

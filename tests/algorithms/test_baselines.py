@@ -15,7 +15,8 @@ from pvi_world import NOISE, REGRESSION, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.natural import Natural, from_moments
+from secure_fvi.algorithms.local_fit import Families
+from secure_fvi.algorithms.natural import Natural, distance, from_moments
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.runs.config import ALGORITHMS, build, named, resolved
 
@@ -58,6 +59,36 @@ def test_masked_sums_give_the_committee_machine_too() -> None:
     """Within the ring's resolution at the default bound, 2^30 in 64 bits."""
     silos, exact = make_regression(SIZES)
     _assert_close(_q(sf.fit(REGRESSION, silos, sf.BCM(prior="split", **EXACT), sf.Masked())), exact, 1e-6)
+
+
+def _in_units_of(scale: float) -> sf.FederatedModel:
+    """A slope of 2 / scale, and how far it could be a priori."""
+
+    def line(x: Tensor, y: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(0.0, 10.0 / scale))
+        with pyro.plate("row", len(y)):
+            pyro.sample("y", dist.Normal(x * slope, 1.0), obs=y)
+
+    return sf.FederatedModel(line, "row")
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e6])
+def test_masked_sums_round_no_slope_on_a_raw_scale(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A covariate in large or small units: changes are stated in units of q's sds. The control states them as they are:
+    precisions of 1e-6 were less than a sum's step, and the slope was many sds off, without a word; those of 1e12 were
+    past the bound."""
+    rng = torch.Generator().manual_seed(1)
+    x = [scale * torch.randn(n, generator=rng, dtype=torch.float64) for n in SIZES]
+    silos = [{"x": part, "y": 2 * part / scale + torch.randn(len(part), generator=rng)} for part in x]
+    algorithm = sf.BCM(prior="split", **EXACT)
+    exact, masked = (_q(sf.fit(_in_units_of(scale), silos, algorithm, sums)) for sums in (sf.Plain(), sf.Masked()))
+    assert distance(exact, masked) < 1e-6
+    monkeypatch.setattr(Families, "units", lambda self, q: torch.ones(self.n, dtype=torch.float64))
+    if scale < 1:
+        assert distance(exact, _q(sf.fit(_in_units_of(scale), silos, algorithm, sf.Masked()))) > 1
+    else:
+        with pytest.raises(SecureFVIError, match="exceeds the declared bound"):
+            sf.fit(_in_units_of(scale), silos, algorithm, sf.Masked())
 
 
 def test_streaming_vb_counts_the_data_once_a_pass() -> None:

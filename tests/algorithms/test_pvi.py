@@ -204,7 +204,7 @@ def test_an_improper_step_is_cut_back() -> None:
     world = build(REGRESSION, silos, sf.PVI(rounds=9, damping=1.0, **EXACT))  # type: ignore[arg-type]
     message = world.server.program.broadcast(world.state, 1, 0)
     bad = Natural(torch.zeros(3), -10 * world.state.q.precision)
-    stated = bad.pack() * world.server.program.per_unit(message.tensors["units"])  # type: ignore[attr-defined]
+    stated = bad.pack() * world.server.program.families.per_unit(message.tensors["units"])  # type: ignore[attr-defined]
     total = torch.cat([stated, torch.tensor([0.0, 15.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0])]).numpy()
     after, step = world.server.program.update(world.state, message, total, 1.0)
     assert after.q.proper

@@ -17,7 +17,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.algorithms import pvi
 from secure_fvi.algorithms.base import Broadcast, Step
-from secure_fvi.algorithms.local_fit import first_start
+from secure_fvi.algorithms.local_fit import Families, first_start
 from secure_fvi.algorithms.natural import Natural, distance, from_moments
 from secure_fvi.algorithms.pvi import accept, distance_moved, pace
 from secure_fvi.draws import draw_global
@@ -219,7 +219,7 @@ def test_a_server_cannot_let_one_silo_alone_send_a_share(cut: bool, monkeypatch:
     units = torch.full((3,), (0.9 * bound / (sorted(own)[-1] * sorted(own)[-2]) ** 0.5) ** 0.5, dtype=torch.float64)
     asked = message._replace(accepted=dict.fromkeys(world.engine.silos, 0), tensors={**message.tensors, "units": units})
     if cut:
-        monkeypatch.setattr(pvi.PVIProgram, "_per_unit", _of_anything)
+        monkeypatch.setattr(Families, "told_per_unit", _of_anything)
         monkeypatch.setattr(Gate, "release", _shared(bound))
         sent = [np.frombuffer(s.handle(ROUND + encode_broadcast(asked)))[:9] for s in world.engine.silos.values()]
         most = [float(np.abs(values).max()) for values in sent]
@@ -229,7 +229,7 @@ def test_a_server_cannot_let_one_silo_alone_send_a_share(cut: bool, monkeypatch:
         with pytest.raises(ProtocolError, match="the units of a change are not those of the q that was sent"):
             silo.handle(ROUND + encode_broadcast(asked))
         assert not silo.past.failed
-    monkeypatch.setattr(pvi.PVIProgram, "_per_unit", _of_anything)  # and where units are right and a change is large
+    monkeypatch.setattr(Families, "told_per_unit", _of_anything)  # and where units are right and a change is large
     largest = world.engine.silos["silo-2"]
     with pytest.raises(AggregationError, match=r"its part of 'change' .* exceeds the declared bound"):
         largest.handle(ROUND + encode_broadcast(asked))
@@ -275,7 +275,7 @@ class Searching:
             return said
         q = Natural(torch.zeros(1, dtype=torch.float64), torch.full((1, 1), self.precision, dtype=torch.float64))
         sums = torch.full_like(said.tensors["sums"], float(self.first))
-        named = {"q": q.pack(), "units": self._inner.units(q), "sums": sums}
+        named = {"q": q.pack(), "units": self._inner.families.units(q), "sums": sums}
         named["dampings"] = torch.full_like(sums, self._damping)
         return said._replace(tensors={**said.tensors, **named})
 

@@ -108,7 +108,7 @@ class Liar:
         rows, columns = torch.tril_indices(3, 3)
         program: Any = self.server.program
         term = torch.cat([x.T @ y, (x.T @ x)[rows, columns]]).double() / NOISE**2
-        per_unit: Tensor = program.per_unit(self.first.tensors["units"])
+        per_unit: Tensor = program.families.per_unit(self.first.tensors["units"])
         return term * per_unit
 
     def asked(self, round_: int, accepted: Mapping[str, int], dampings: Mapping[int, float]) -> Broadcast:
@@ -670,11 +670,16 @@ def test_an_honest_server_solves_for_each_silos_site_where_cohorts_change(changi
     """PVI's asynchronous schedule is disclosed as `single_silos`. The control asks all: there is their sum alone."""
     liar = Liar(DRAWN if changing else dataclasses.replace(DRAWN, schedule="synchronous"), STRICT)
     server, program, heard = liar.server, cast(Any, liar.server.program), list[Total]()
-    first, shares, totals, rest = program.per_unit(liar.first.tensors["units"]), [], [], dict.fromkeys(liar.names, 1.0)
+    first, shares, totals, rest = (
+        program.families.per_unit(liar.first.tensors["units"]),
+        [],
+        [],
+        dict.fromkeys(liar.names, 1.0),
+    )
     server.observe(types.SimpleNamespace(total=lambda index, total: heard.append(total), released=lambda *_: None))
     for _ in range(8):
         heard.clear()
-        units = program.per_unit(program.units(server.state.algorithm.q))
+        units = program.families.per_unit(program.families.units(server.state.algorithm.q))
         carry(server.round(), liar.deliver)
         change = torch.from_numpy(program.tables["round"].split(heard[0].values)["change"])
         shares.append([rest[s] * (s in heard[0].survivors) for s in liar.names])

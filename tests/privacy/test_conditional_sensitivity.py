@@ -29,6 +29,7 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import pvi
 from secure_fvi.algorithms.base import Pending
 from secure_fvi.algorithms.kit import Program
+from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.noised_fit import NoisedFit, RowGradients
 from secure_fvi.algorithms.pvi import PVIProgram, part_views
 from secure_fvi.algorithms.sfvi import SFVIProgram
@@ -624,7 +625,7 @@ def _with_parts(self: Any, message: Any, local: Any, view: Any, gate: Gate) -> A
     """`PVIProgram.contribute` as it was: what was released beyond the kept changes is dealt out to all parts."""
     local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
     parts = [self._answered(message, k, part, views[k])[0] for k, part in enumerate(local.parts)]
-    rows = torch.stack([part.change.pack() * self._per_unit(message, view.silo) for part in parts])
+    rows = torch.stack([part.change.pack() * self.families.told_per_unit(message, view.silo) for part in parts])
     release = _clip_parts(gate, rows)
     kept = rows * (CLIP / 2 / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
     changes = kept + (torch.from_numpy(release.values) - kept.sum(0)) / len(parts)
@@ -751,7 +752,7 @@ def lied_to(parties: Parties, seed: int) -> list[tuple[int, str, str]]:
                 lies[name] = lie(told.tensors[name], before.get(name, told.tensors[name]), rng)
         before.update(told.tensors)
         if "units" in lies and (q := silo.program.families.unpack(lies["q"])).proper:
-            lies["units"] = silo.program.units(q)
+            lies["units"] = silo.program.families.units(q)
         lied = ROUND + encode_broadcast(told._replace(tensors=lies), asked(told.round, told.phase))
         try:
             answer: bytes = honest(lied)
@@ -831,6 +832,59 @@ def test_what_a_server_could_learn_by_lies_is_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Program, "silence", said)
     with pytest.raises(AggregationError, match="could not answer"):
         _lied(_LIED_TO["PVI, parts"])
+
+
+def _proper_once(self: Natural) -> bool:
+    """`Natural.proper` as it was: of a precision alone."""
+    return int(torch.linalg.cholesky_ex(self.precision).info) == 0
+
+
+def _all_but_singular(seed: int) -> Tensor:
+    """(2, 2)"""
+    rng = np.random.default_rng(seed)
+    root = torch.from_numpy(np.tril(rng.normal(size=(2, 2)), -1) + np.diag(10 ** -rng.uniform(3, 9, 2)))
+    return root @ root.mT
+
+
+def _without_covariance(precision: Tensor) -> bool:
+    root, failed = torch.linalg.cholesky_ex(precision)
+    return not int(failed) and bool(torch.linalg.cholesky_ex(torch.cholesky_inverse(root)).info)
+
+
+@pytest.mark.parametrize("looked", [True, False])
+def test_a_q_whose_covariance_is_none_is_the_messages_fault(looked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its precision can be factorised and, as rounded, its covariance cannot, so that no data could answer. The control
+    looks at the precision alone: a fit by noised steps could not be made, which under privacy was refused, uncharged,
+    and three such jobs closed a data set."""
+    precision = next(filter(_without_covariance, map(_all_but_singular, range(1000))))
+    if not looked:
+        monkeypatch.setattr(Natural, "proper", property(_proper_once))
+    parties = stepped_world(False)
+    silo: Any = parties.engine.silos["silo-1"]
+    honest, refused, told = silo.handle, list[Exception](), list[str]()
+    silo.on_event = lambda kind, _: told.append(kind)
+
+    def handle(message: bytes) -> bytes:
+        asked = silo.program.order.asked
+        said = decode_broadcast(message[1:], asked)
+        q = Natural(torch.zeros(2, dtype=torch.float64), precision)
+        lie = said._replace(tensors={**said.tensors, "q": q.pack()})
+        with pytest.raises(SecureFVIError) as caught:
+            honest(ROUND + encode_broadcast(lie, asked(said.round, said.phase)))
+        refused.append(caught.value)
+        answer: bytes = honest(message)
+        return answer
+
+    silo.handle = handle
+    if looked:
+        parties.engine.run(parties.server.round())
+        assert "is no distribution" in str(refused[0])
+        assert (silo.gate.paid, told) == (1, [])
+    else:
+        with pytest.raises(SecureFVIError):
+            parties.engine.run(parties.server.round())
+        assert "a fit by noised steps could not be made" in str(refused[0])
+        assert (silo.gate.paid, told) == (0, ["unanswerable"])
 
 
 # ---- noise in shares: what is public is the total alone, and a silo's own share is not ----
