@@ -30,6 +30,8 @@ class Says(str):
 Count = Annotated[int, Field(ge=1), Says("must be a whole number of at least 1")]
 Whole = Annotated[int, Field(ge=0), Says("must be a whole number of at least 0")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Says("must be positive and finite")]
+#: Of what a silo contributes. The step of a masked sum is 2^-60 of it, times the silos, and more of an encrypted one.
+Bound = Annotated[float, Field(gt=0, le=2.0**40), Says("must lie in (0, 2^40]: sums are rounded by a share of it")]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), Says("must be at least 0 and finite")]
 Spread = Annotated[float, Field(ge=0, allow_inf_nan=False), Says("must be finite and not negative")]
 #: Of records or silos that take part.

@@ -27,7 +27,7 @@ from secure_fvi.compiled import Traced
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families.gaussian import GlobalFamily, Point
-from secure_fvi.options import SCHEDULES, Count, Momentum, NotNegative, Positive, Schedule, Share, check
+from secure_fvi.options import SCHEDULES, Bound, Count, Momentum, NotNegative, Positive, Schedule, Share, check
 from secure_fvi.trees import Params, merge, part, take
 
 #: Phases. COUNT once, before the first round, where N is needed; AVERAGE every round.
@@ -64,7 +64,7 @@ class FedAvg:
     """Of the silos, asked in a round."""
     total_records: Count | None = None
     """N, where it is public; otherwise it is counted by one more secure sum, if the prior needs it."""
-    bound: Positive = 2.0**30
+    bound: Bound = 2.0**30
     """Largest absolute value of any element of a contribution."""
 
     name = "fedavg"

@@ -35,7 +35,7 @@ from secure_fvi.disclosure import Declaration
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import Diagonal, GlobalFamily
 from secure_fvi.federated_model import SiloEncoder
-from secure_fvi.options import Count, Momentum, NotNegative, Positive, Schedule, Share, check
+from secure_fvi.options import Bound, Count, Momentum, NotNegative, Positive, Schedule, Share, check
 from secure_fvi.trees import Params, take
 
 IntArray = npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ class FedVI:
     """N for gamma above 0, where it is public; otherwise it is counted by one more secure sum."""
     tolerance: NotNegative = 0.0
     """A round whose mean change is below it, an element and a whole step, ends the run."""
-    bound: Positive = 2.0**30
+    bound: Bound = 2.0**30
     """Largest absolute value of any element of a contribution."""
 
     name = "fedvi"

@@ -48,7 +48,7 @@ from secure_fvi.families.conditional import ENCODER
 from secure_fvi.families.gaussian import INITIAL_SCALE, eta_of, lower, unit_lower
 from secure_fvi.objective import SiloFunction, SiloGradient, silo_gradient, vjp
 from secure_fvi.optimizers import Optimizer, local_units
-from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
+from secure_fvi.options import SCHEDULES, Bound, Count, Part, Positive, Share, Spread, check
 from secure_fvi.randomness import start_draws
 from secure_fvi.trees import merge, part, take, write
 
@@ -112,7 +112,7 @@ class LocalFitOptions:
     moments of other tilted distributions have no closed form. It matters to a diagonal family."""
     sampling_rate: Share = 1.0
     """Share of records in a local step, drawn without replacement."""
-    bound: Positive = 2.0**30
+    bound: Bound = 2.0**30
     """Largest absolute value of any element of a contribution; past it a silo refuses."""
     local_family: Conditional | Amortised = field(default_factory=Conditional)
     """Of a record's latents given the global ones."""

@@ -90,6 +90,7 @@ from secure_fvi.objective import (
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import (
     SCHEDULES,
+    Bound,
     Count,
     Fraction,
     Inside,
@@ -192,7 +193,7 @@ class SFVI:
     """Each record joins a round with this probability."""
     participation: Share = 1.0
     """Of the silos, asked in a round."""
-    bound: Positive = 2.0**30
+    bound: Bound = 2.0**30
     """Largest absolute value of any element of a contribution; past it a silo refuses."""
     local_family: Conditional | Amortised = field(default_factory=Conditional)
     """q(Z_L | Z_G) of records."""

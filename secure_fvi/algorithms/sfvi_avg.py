@@ -64,7 +64,7 @@ from secure_fvi.families.gaussian import eta_of
 from secure_fvi.later import Later
 from secure_fvi.objective import SiloFunction, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.options import Count, NotNegative, Part, Positive, Says, Share, Spread, Whole, check
+from secure_fvi.options import Bound, Count, NotNegative, Part, Positive, Says, Share, Spread, Whole, check
 from secure_fvi.trees import averages, merge, part, running_average, take, to_numpy, write
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class SFVIAvg:
     """Of the silos, asked in a round."""
     total_records: Count | None = None
     """N, where it is public; otherwise it is counted by one more secure sum."""
-    bound: Positive = 2.0**30
+    bound: Bound = 2.0**30
     """Largest absolute value of any element of a contribution."""
     final_local_steps: Whole = 0
     """After the last merge, a silo's steps on its own latents alone, whose fit otherwise is to its own copy of q(Z_G):

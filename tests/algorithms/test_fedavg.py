@@ -413,3 +413,21 @@ def test_the_last_batch_may_be_all_that_a_total_rests_on(rate: float, alone: boo
     a, b, c = (silo["y"].double() for silo in silos)
     nearest = float((a[:, None, None] + b[:, None] + c - total).abs().min())
     assert (nearest < 1e-6) == alone
+
+
+def test_no_bound_rounds_a_sum_away() -> None:
+    """The step of a sum follows from the bound. The largest that is taken leaves the answer as it is; the control sets
+    one past it, under which all changes are nothing, and averages at rest where they began."""
+    point = {}
+    for bound in (2.0**30, 2.0**40, 1e22):
+        algorithm = sf.FedAvg(bound=min(bound, 2.0**40), rounds=20)
+        object.__setattr__(algorithm, "bound", bound)
+        model = sf.FederatedModel(_least_squares, "person")
+        fit = sf.fit(model, _data(), algorithm, sf.Masked(), compile=False)
+        point[bound] = fit.posterior["beta"].mean
+        assert fit.converged or bound < 1e22
+    torch.testing.assert_close(point[2.0**40], point[2.0**30], rtol=0, atol=1e-5)
+    assert not point[1e22].any()
+    for algorithm in (sf.FedAvg, sf.FedVI, sf.SFVI, sf.SFVIAvg, sf.PVI, sf.BCM):
+        with pytest.raises(InputError, match=r"bound must lie in \(0, 2\^40\]: sums are rounded"):
+            algorithm(bound=1e22)

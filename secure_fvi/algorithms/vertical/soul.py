@@ -52,7 +52,7 @@ from secure_fvi.algorithms.vertical.vertical import (
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.options import Count, Momentum, Positive, Says, check
+from secure_fvi.options import Bound, Count, Momentum, Positive, Says, check
 from secure_fvi.privacy.terms import Terms
 from secure_fvi.trees import Params, to_numpy
 
@@ -89,7 +89,7 @@ class Soul(RunShape):
     """The share of rounds whose draws are thrown away."""
     keep: Count = 1000
     """Draws of the later ones that are kept at the silo, evenly spread."""
-    bound: Positive = 2.0**20
+    bound: Bound = 2.0**20
     """Largest absolute value of an element of a contribution."""
 
     name: ClassVar[str] = "soul"

@@ -56,7 +56,7 @@ from secure_fvi.compiled import Mode, Traced, TracedOnMade
 from secure_fvi.disclosure import LABELS, Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, one_line
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.options import SCHEDULES, Count, Part, Positive, Schedule, Share, Whole, check
+from secure_fvi.options import SCHEDULES, Bound, Count, Part, Positive, Schedule, Share, Whole, check
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.privacy.terms import REPLACE, Extent, Terms, agree
@@ -192,7 +192,7 @@ class Vertical(RunShape):
     a round)."""
     max_staleness: Whole = 0
     """Rounds for which it may: then the silo is asked again whatever the draw."""
-    bound: Positive = 2.0**20
+    bound: Bound = 2.0**20
     """Largest absolute value of an element of a contribution; past it a silo refuses."""
 
     name: ClassVar[str] = "vertical"
