@@ -261,8 +261,11 @@ class Silo:
                 self._may_lack(past, broadcast), _as_bytes(past.shared), failed,
             )  # fmt: skip
         except BaseException as error:
-            # What was charged may have been drawn for; of an attempt that ended before nothing has left.
-            self.past = claimed if self.gate.paid > paid else before
+            # What was charged was drawn for, and that it failed is seen: another attempt is drawn for anew. Of one that
+            # ended before nothing has left.
+            self.past = before
+            if self.gate.paid > paid:
+                self.past, self._released = claimed, turn + 1
             if isinstance(error, Exception) and not isinstance(
                 error, _NOT_OF_DATA
             ):  # a refusal tells the server something of this silo alone: once

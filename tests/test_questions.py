@@ -434,6 +434,33 @@ def test_a_claim_that_was_put_back_is_not_drawn_for_again_once_it_was_released(k
     assert (other == drawn) is not known
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_sample_is_not_drawn_again_once_it_was_charged_for(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a restart too: a release is charged, and then the sum, or what follows from noised numbers, fails, which
+    is seen outside. The question that is asked again, under another index, gets another sample. The control is a silo
+    that has not heard of the charge, as was shipped."""
+    server, _, silo = parties(privacy=DP, noise_key=b"k" * 32)
+    message, contribute, drawn = asked(server), silo._sum.contribute, []
+
+    def lost(*_: Any, **__: Any) -> bytes:
+        drawn.append(silo.gate.paid)
+        raise ConnectionError("the sum is lost")
+
+    program: Any = silo.program
+    batch = program.drawn
+    monkeypatch.setattr(program, "drawn", lambda key, view: drawn.append(batch(key, view).tolist()) or batch(key, view))
+    silo._sum.contribute = lost  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        tell(silo, message)
+    silo._sum.contribute = contribute  # type: ignore[method-assign]
+    if not known:
+        silo._released = 0
+    tell(silo, message._replace(sum_index=9))
+    first, paid, second = drawn
+    assert (paid, silo.gate.paid) == (1, 2)
+    assert (first == second) is not known
+
+
 def test_a_refused_question_leaves_a_silo_as_it_was() -> None:
     server, engine, silo = parties()
     engine.run(server.round())
