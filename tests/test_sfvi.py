@@ -328,7 +328,7 @@ def test_a_run_that_has_not_converged_says_so() -> None:
         ({"optimizer_options": {"bta": 1}}, "does not take these options"),
         ({"learning_rate": -1.0}, "learning_rate must be positive"),
         ({"schedule": "cosine"}, "needs `iterations`"),
-        ({"bound": float("nan")}, "bound must be positive"),
+        ({"bound": float("nan")}, "bound must lie in"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:

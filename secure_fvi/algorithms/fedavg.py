@@ -105,6 +105,10 @@ def averaged_sums(config: Any, silos: int, private: bool) -> tuple[Sums, ...]:
     return sums
 
 
+#: A change that counts as none, as `tolerance` measures it: rounding.
+_NOTHING = 1e-12
+
+
 class FedAvgState(NamedTuple):
     """The server's state. All of it follows from broadcasts and totals."""
 
@@ -114,6 +118,8 @@ class FedAvgState(NamedTuple):
     velocity: Params
     records: int  # N; 0 where nothing needs it
     movement: float | None  # of the last round, as `tolerance` measures it
+    largest: Params  # change of each element in any round; of one that has not slowed down the way may be long
+    slowed: bool  # whether all elements changed at most half as much in the last round
     reported: dict[str, float]  # totals at the w last sent, nats, scaled to all silos; empty where not released
     objective: float  # of them, at the w last sent, nats; NaN where it is not released
 
@@ -181,7 +187,9 @@ class FedAvgProgram(Program):
     def init(self) -> FedAvgState:
         still = {name: torch.zeros_like(value) for name, value in self.start.items()}
         first = COUNT if self.counts_first else AVERAGE
-        return FedAvgState(0, first, self.start, still, self.config.total_records or 0, None, {}, math.nan)
+        return FedAvgState(
+            0, first, self.start, still, self.config.total_records or 0, None, still, False, {}, math.nan
+        )
 
     def broadcast(self, state: FedAvgState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         cohort = self.asked(state.round, state.phase)
@@ -206,9 +214,14 @@ class FedAvgProgram(Program):
                 f"the average of round {state.round} is not finite; lower learning_rate or rescale the data"
             )
         movement = max(float(c.abs().max()) for c in change.values() if c.numel()) / config.reach
+        largest = {name: torch.maximum(was, change[name].abs()) for name, was in state.largest.items()}
+        nothing = _NOTHING * config.reach
+        slowed = all(bool((c.abs() <= (largest[name] / 2).clamp(min=nothing)).all()) for name, c in change.items())
         reported = {name: scale * float(sums[name]) for name in self.reported if name in sums}
         objective = self.objective(state.point, reported) if reported else math.nan
-        state = FedAvgState(state.round + 1, AVERAGE, point, velocity, state.records, movement, reported, objective)
+        state = FedAvgState(
+            state.round + 1, AVERAGE, point, velocity, state.records, movement, largest, slowed, reported, objective
+        )  # fmt: skip
         finished = self.at_rest(state) or state.round >= config.rounds
         return state, Step(objective, config.learning_rate, None, AVERAGE, finished)
 
@@ -235,8 +248,9 @@ class FedAvgProgram(Program):
         return self.at(state.point)
 
     def at_rest(self, state: FedAvgState) -> bool:
-        """Whether averages have come to rest; with several local steps that need not be at the maximum."""
-        return state.movement is not None and state.movement < self.config.tolerance
+        """Whether averages have come to rest; with several local steps that need not be at the maximum. An element that
+        goes on as it began, however slowly, is one whose column is of another scale."""
+        return state.movement is not None and state.movement < self.config.tolerance and state.slowed
 
     def verdict(self, state: FedAvgState) -> Verdict:
         """Of the averages, which are what it can see; under privacy they are noise."""
@@ -247,6 +261,9 @@ class FedAvgProgram(Program):
             found = "averages have come to rest, with several local steps near the maximum rather than at it"
             return Verdict(True, f"{found}: a point estimate, no posterior", details)
         advice = f"raise rounds (now {self.config.rounds}), lower learning_rate, or standardise the columns"
+        if state.movement is not None and state.movement < self.config.tolerance:
+            found = "some averages moved little, but as much as at the start, as where a column is of another scale"
+            return Verdict(False, f"{found}; {advice}", details)
         return Verdict(False, f"averages were still moving when the rounds were over; {advice}", details)
 
     def metrics(self, state: FedAvgState) -> dict[str, float | None]:

@@ -318,7 +318,7 @@ def test_local_latents_are_refused() -> None:
         ({"sampling_rate": 2.0}, "sampling_rate must lie in"),
         ({"participation": 0.0}, "participation must lie in"),
         ({"tolerance": -1.0}, "tolerance must be at least 0"),
-        ({"bound": 0.0}, "bound must be positive"),
+        ({"bound": 0.0}, "bound must lie in"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -347,6 +347,25 @@ def test_another_number_of_records_than_all_have_is_named(monkeypatch: pytest.Mo
     found = fitted(60_000)
     assert found.converged
     assert (found.posterior["beta"].mean - exact).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("looked", [True, False])
+def test_an_average_that_creeps_along_is_not_at_rest(monkeypatch: pytest.MonkeyPatch, looked: bool) -> None:
+    """Of a column that is a millionth of another its coefficient is as far as at the start, and its changes are small:
+    on other scales it is the rest that the data have. The control looks at the size of changes alone."""
+    silos = [{"x": s["x"] * torch.tensor([1.0, 1e-6]).to(s["x"]), "y": s["y"]} for s in _data()]
+    if not looked:
+        monkeypatch.setattr(FedAvgProgram, "at_rest", lambda self, s: (s.movement or 1.0) < self.config.tolerance)
+
+    def raw(x: Tensor, y: Tensor) -> None:
+        beta = pyro.sample("beta", dist.Normal(torch.zeros(2), torch.tensor([1.0, 1e6])).to_event(1))
+        with pyro.plate("person", len(y)):
+            pyro.sample("y", dist.Normal(x @ beta, NOISE), obs=y)
+
+    fit = sf.fit(sf.FederatedModel(raw, "person"), silos, sf.FedAvg(rounds=100), sf.Plain(), compile=False)
+    assert fit.converged is not looked
+    assert abs(float(fit.posterior["beta"].mean[1])) < 1e-3
+    assert ("moved little, but as much as at the start" in fit.convergence["reason"]) == looked
 
 
 def test_a_rate_that_is_too_large_is_named() -> None:

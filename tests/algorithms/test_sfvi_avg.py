@@ -437,7 +437,7 @@ def test_a_run_that_has_not_settled_says_so() -> None:
         ({"optimizer": "nadam"}, "choose one of adam"),
         ({"optimizer": "adm"}, "optimizer 'adm' is unknown"),
         ({"participation": 0.0}, "participation must lie in"),
-        ({"bound": -1.0}, "bound must be positive"),
+        ({"bound": -1.0}, "bound must lie in"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
