@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,7 @@ from secure_fvi.disclosure import disclose
 from secure_fvi.draws import SitePosterior, SitePosteriors, check_draws
 from secure_fvi.driving import Options, Parties, Run, books_of, build_guards, goes_on
 from secure_fvi.engines.local import LocalEngine
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import as_tensor
 from secure_fvi.files import write_atomically
 from secure_fvi.options import check
@@ -320,6 +321,10 @@ def column_result(done: Run[Any], config: Vertical | Soul, aggregation: SecureSu
     state = server.state.algorithm
     variational = server.program.posterior(state)
     verdict = assessed(server.program.verdict(state), config.name, server.rounds)
+    local = {name: VerticalLocalPosterior(silo) for name, silo in engine.silos.items()}
+    for name, own in local.items():
+        if own.too_narrow:
+            warnings.warn(f"silo '{name}': {own.too_narrow}", SecureFVIWarning, stacklevel=3)
     gamma = variational.draws(MOMENT_DRAWS, MOMENT_SEED)
     draws = problem.likelihood.constrain(gamma)
     tail = np.array(done.objectives)
@@ -346,7 +351,7 @@ def column_result(done: Run[Any], config: Vertical | Soul, aggregation: SecureSu
         config=config,
         secure_sum=aggregation,
         variational=variational,
-        local={name: VerticalLocalPosterior(silo) for name, silo in engine.silos.items()},
+        local=local,
     )
 
 

@@ -163,6 +163,24 @@ def test_people_are_matched_within_the_job(world: World, tmp_path: Path, matched
         )
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+def test_a_site_hears_that_its_sds_are_too_small(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """East's and north's first columns are nearly one, so that q, a product, is too narrow for both: each log has it
+    once. The control is south, whose columns are its own."""
+    job = ColumnsJob(world, tmp_path, algorithm={**VERTICAL, "rounds": 300})
+    with job.files["east"].open(newline="") as east, job.files["north"].open(newline="") as north:
+        own, theirs = list(csv.reader(east)), list(csv.reader(north))
+    alike = [[r[0], str(float(t[1]) + 0.1 * float(r[1])), r[2]] for r, t in zip(own[1:], theirs[1:], strict=True)]
+    write(job.files["east"], own[0], alike)
+    job.run()
+    said = [r.getMessage() for r in caplog.records if "q is a product over silos" in r.getMessage()]
+    assert len(said) == 2
+    assert all("beta" in line for line in said)
+
+
 def test_a_server_that_carries_the_response_cannot_open_it(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,51 @@ def _fit(config: Vertical | Soul, silos: int = 3, **options: Any) -> VerticalRes
 
 def _means(result: VerticalResult) -> Tensor:
     return torch.cat([result.local[s].q["theta/loc"] for s in result.silos])
+
+
+def _told_of_sds(silos: list[Tensor], y: Tensor, likelihood: Any, **options: Any) -> tuple[VerticalResult, list[str]]:
+    """A fit, and what it warns of: that q is too narrow."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        config = Vertical(rho=0.3, rounds=800, learning_rate=0.05, average_last=0.5, **options)
+        found = sf.fit(sf.Columns(likelihood, y), [{"x": x} for x in silos], config, sf.Plain(), compile=False)
+    return found, [str(w.message) for w in told if "q is a product over silos" in str(w.message)]
+
+
+@pytest.mark.parametrize("alike", [0.8, 0.0])
+def test_columns_that_two_silos_hold_alike_are_told_of(alike: float) -> None:
+    """q is a product over silos: of columns that correlate its sds are too small, and it said nothing. Each silo hears
+    roughly by how much, beside the closed form. The control are columns that do not."""
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(60, 2, generator=rng).double()
+    x = torch.linalg.qr(x - x.mean(0))[0] * 60**0.5
+    x[:, 1] = alike * x[:, 0] + (1 - alike**2) ** 0.5 * x[:, 1]
+    y = x[:, 0] + 0.8 * torch.randn(60, generator=rng)
+    found, told = _told_of_sds(list(x.split(1, 1)), y, Gaussian(), response="private")
+    precision = torch.eye(2) + x.T @ x / (float(found.posterior["sigma"].mean) ** 2 + 2 * 0.3**2)
+    sd = torch.linalg.inv(precision).diagonal().sqrt()
+    wider = sd / torch.stack([found.local[s].sample(5000)["beta"].std() for s in found.silos])
+    if not alike:
+        assert not told
+        assert float((wider - 1).abs().max()) < 0.1
+        return
+    assert [line.split(":")[0] for line in told] == ["silo 'silo-1'", "silo 'silo-2'"]
+    for line, ratio in zip(told, wider.tolist(), strict=True):
+        assert ratio > 1.5
+        assert float(line.split("beta ")[1].split(" times")[0]) == pytest.approx(ratio, rel=0.45)
+
+
+@pytest.mark.parametrize("response", ["shared", pytest.param("silos", marks=pytest.mark.slow)])
+def test_a_column_that_the_intercept_moves_with_is_told_of(response: Any) -> None:
+    """As of a column of a mean far from 0, in its sds: who takes the steps on gamma hears of it, and the silo."""
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(80, 2, generator=rng).double()
+    y = torch.bernoulli(torch.sigmoid(x[:, 0]), generator=rng).double()
+    for mean in (0.0, 2.0):
+        found, told = _told_of_sds([x[:, :1] + mean, x[:, 1:]], y, Bernoulli(), response=response)
+        of = ", ".join(told)
+        assert ("gamma" in of) == ("beta" in of) == (mean > 0), told
+        assert ("widening" in found.convergence) == (response == "shared")
 
 
 @pytest.mark.parametrize("model", ["augmented", "power"])

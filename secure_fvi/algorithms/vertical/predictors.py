@@ -187,11 +187,14 @@ class Predictor:
         """theta_j by site in the program's own space, from made data."""
         return self._run(theta, points, self.made(2))[1].values
 
-    def _run(self, theta: Tensor, points: Params, rows: Params) -> tuple[Tensor, _Evaluate]:
+    def by_site(self, theta: Tensor) -> Params:
+        """What is given of each element of theta_j (n,), by site."""
         sizes = [torch.Size(s.shape).numel() for s in self._sites]
         pieces = theta.split(sizes) if sizes else ()
-        latents = {s.name: piece.reshape(s.shape) for s, piece in zip(self._sites, pieces, strict=True)}
-        with running(theta.dtype, theta.device), _Evaluate(latents, points) as run:
+        return {s.name: piece.reshape(s.shape) for s, piece in zip(self._sites, pieces, strict=True)}
+
+    def _run(self, theta: Tensor, points: Params, rows: Params) -> tuple[Tensor, _Evaluate]:
+        with running(theta.dtype, theta.device), _Evaluate(self.by_site(theta), points) as run:
             return self.program(**rows), run
 
 

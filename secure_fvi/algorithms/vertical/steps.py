@@ -38,6 +38,42 @@ from secure_fvi.trees import Params, merge, part
 if TYPE_CHECKING:
     from secure_fvi.algorithms.vertical.vertical import Vertical
 
+# ---- What q, a product over the silos and gamma, leaves out ----
+
+
+def led(family: GlobalFamily, eta: Params, gradient: Tensor) -> Tensor:
+    """(n,) how far from q's mean the other parties' draws of a round lead each mean, in q's sds. gradient (n,): of the
+    means, sticking the landing, so that one's own draw has no part in it where q is the conditional."""
+    if not family.noise_size:  # a point
+        return torch.zeros_like(gradient)
+    at = gradient.new_zeros(family.noise_size)
+
+    def transform(eps: Tensor) -> Tensor:
+        return family.transform(eta, eps)
+
+    (own,) = torch.func.vjp(transform, at)[1](gradient)
+    moved = torch.func.jvp(transform, (at,), (own,))[1]
+    return moved / family.stddev(eta)
+
+
+class Led(NamedTuple):
+    """What `led` was over the rounds that are averaged."""
+
+    last: Tensor  # (n,)
+    square: Tensor  # (n,) its variance, from differences of rounds: the means drift meanwhile
+
+    def then(self, moved: Tensor, averaged: int) -> Led:
+        """After a round, the `averaged`-th of those."""
+        new = (moved - self.last).square() / 2
+        return Led(moved, torch.lerp(self.square, new, 1.0 / max(averaged, 1)))
+
+    def widening(self) -> Tensor:
+        """(n,) roughly how many times a posterior's sds are q's: q has a conditional's variance, and what its mean
+        moves with the others comes to that. Of two parties a share 1 - square of the precision is left, and more are at
+        least as far off; past .9, where a mean over rounds is too rough for that, variances add up."""
+        return torch.maximum(1 / (1 - self.square.clamp(max=0.9)), 1 + self.square).sqrt()
+
+
 # ---- A silo's half ----
 
 
@@ -204,16 +240,18 @@ class VerticalSilo:
         noise: Noise,
         incoming: Incoming,
         scale: Tensor,
-    ) -> tuple[SiloParams, Moments]:
-        """The local steps of one round, `scale` () times the learning rate each."""
+    ) -> tuple[SiloParams, Moments, Tensor]:
+        """The local steps of one round, `scale` () times the learning rate each; and `led` of theta_j, (n,)."""
         sent = self.draw(params, rows, response, weights, noise).z
-        new = params
-        for _ in range(self.config.local_steps):
+        new, first = params, part(params.shared, "theta")["loc"]
+        for step in range(self.config.local_steps):
             found = self.gradient(new, rows, response, weights, noise, sent, incoming)
+            first = first if step else found.shared["theta/loc"]
             new, moments = self.ascend(new, moments, found, self.units(new), scale)
+        moved = led(self.family, part(params.shared, "theta"), first)
         if self.kept == 1:
-            return new, moments
-        return SiloParams(*(self._mix(a, b) for a, b in zip(params, new, strict=True))), moments
+            return new, moments, moved
+        return SiloParams(*(self._mix(a, b) for a, b in zip(params, new, strict=True))), moments, moved
 
     def ascend(
         self, params: SiloParams, moments: Moments, gradient: SiloParams, units: SiloParams, scale: Tensor
@@ -311,10 +349,11 @@ class VerticalServer:
 
     def update(
         self, params: ServerParams, gamma_gradient: Tensor, eps: Tensor, scale: Tensor
-    ) -> tuple[ServerParams, Tensor]:
-        """q(gamma) after one step, and log p(gamma) / q(gamma) before it, () nats."""
+    ) -> tuple[ServerParams, Tensor, Tensor]:
+        """q(gamma) after one step, log p(gamma) / q(gamma) before it, () nats, and `led` of gamma, (n_gamma,)."""
         gradient, value = self.gradient(params.eta, gamma_gradient, eps)
-        return self.ascend(params, gradient, self.units(params.eta), scale), value
+        moved = led(self.family, params.eta, gradient["loc"])
+        return self.ascend(params, gradient, self.units(params.eta), scale), value, moved
 
     def gradient(self, eta: Params, gamma_gradient: Tensor, eps: Tensor) -> tuple[Params, Tensor]:
         """Sticking-the-landing gradient of the bound in eta, and log p(gamma) / q(gamma), () nats."""

@@ -44,6 +44,7 @@ from secure_fvi.algorithms.vertical.steps import (
     ByRecord,
     Draw,
     Incoming,
+    Led,
     Moments,
     Noise,
     Response,
@@ -76,6 +77,8 @@ SHARED_PHASE = "gamma"
 AUXILIARY, LOCAL, UNSETTLED, SLOPE, GAMMA, VALUE = (
     "auxiliary", "local", "unsettled", "slope", "gamma", "value",
 )  # fmt: skip
+#: How many averaged rounds tell by how much q is too narrow, and from how many times its sds on it is said.
+_LOOKED_AT, _MUCH_WIDER = 50, 1.15
 _WITH_Z = ", its part of the objective, whether its own parameters still drift"
 
 
@@ -336,6 +339,7 @@ class VerticalState(NamedTuple):
     objective: float  # the bound as estimated in the last round, nats
     unsettled: float  # one where some silo's parameters still drifted, nan where it is not released
     monitor: stopping.Monitor  # of gamma
+    led: Led  # of gamma
 
 
 class Answered(NamedTuple):
@@ -353,6 +357,7 @@ class Shared(NamedTuple):
     q: ServerParams
     average: Params  # over the last rounds, as many as of its own parameters
     monitor: stopping.Monitor
+    led: Led
 
 
 class VerticalLocal(NamedTuple):
@@ -368,6 +373,7 @@ class VerticalLocal(NamedTuple):
     answered: Answered
     monitor: stopping.Monitor  # of q(theta_j)
     gamma: Shared
+    led: Led  # of theta_j
 
 
 class ColumnsProgram(Program):
@@ -407,6 +413,16 @@ class ColumnsProgram(Program):
     @abstractmethod
     def thetas(self, local: Any, n: int, seed: int) -> Tensor:
         """`n` draws of theta_j (n, n_theta), unconstrained. For the silo's own eyes."""
+
+    def too_narrow(self, local: Any) -> str:
+        """What the silo is to hear of sds that are much too small, as q is a product; nothing where nobody looked."""
+        return ""
+
+    def _wider(self, led: Led, averaged: int) -> Tensor | None:
+        """(n,) how many times posterior sds are those of q; None where nothing was seen of it: gradients of
+        batches, and noised ones, move by themselves."""
+        seen = averaged >= _LOOKED_AT and self.batch_records == self.problem.records and not self.terms
+        return led.widening() if seen else None
 
     def sums(self) -> dict[str, Sum]:
         rows, rounds = (self.batch_records, self.columns), self.config.rounds
@@ -496,7 +512,7 @@ class ColumnsProgram(Program):
         gamma, zero = self._gamma_start(), self.move(torch.zeros(self.batch_records, self.columns))
         return VerticalState(
             0, AUXILIARY_PHASE, gamma, gamma.eta, 0, zero, zero.new_zeros(()), zero, 0.0, math.nan, math.nan,
-            stopping.start(),
+            stopping.start(), Led(*zero.new_zeros(2, self.gamma_size)),
         )  # fmt: skip
 
     def _gamma_start(self) -> ServerParams:
@@ -556,18 +572,26 @@ class ColumnsProgram(Program):
         return Posterior(self.server_core.family, state.average, {})
 
     def verdict(self, state: VerticalState) -> Verdict:
-        """Whether gamma and, where silos say so, their own parameters stopped drifting."""
+        """Whether gamma and, where silos say so, their own parameters stopped drifting; and whether q is too narrow for
+        gamma, which what silos alone know of the response leaves to them to see."""
         still = settled(state.monitor) or not self.config.server_knows  # silos say whether gamma is
         at_rest = still and (math.isnan(state.unsettled) or state.unsettled < 0.5)
         details = self.metrics(state)
         if self.terms:
             return Verdict(None, PRIVATE, details, not at_rest)
-        if at_rest:
-            return Verdict(True, "gamma and the silos' own parameters stopped drifting", details)
-        own = "own parameters" if self.config.server_knows else "own parameters or gamma"
-        who = "gamma was" if not still else f"some silo's {own} were"
-        advice = f"raise rounds (now {self.config.rounds}), lower learning_rate, or standardise the columns"
-        return Verdict(False, f"{who} still drifting when the rounds were over; {advice}", details)
+        found = Verdict(True, "gamma and the silos' own parameters stopped drifting", details)
+        if not at_rest:
+            own = "own parameters" if self.config.server_knows else "own parameters or gamma"
+            who = "gamma was" if not still else f"some silo's {own} were"
+            advice = f"raise rounds (now {self.config.rounds}), lower learning_rate, or standardise the columns"
+            found = Verdict(False, f"{who} still drifting when the rounds were over; {advice}", details)
+        wider = self._wider(state.led, state.averaged)
+        if wider is None:
+            return found
+        found = found._replace(details={**details, "widening": (worst := float(wider.max()))})
+        if worst < _MUCH_WIDER:
+            return found
+        return found._replace(reason=f"{found.reason}; besides, {_of_product({'gamma': worst})}", narrow=True)
 
     def metrics(self, state: VerticalState) -> dict[str, float | None]:
         unsettled = None if math.isnan(state.unsettled) else round(state.unsettled)
@@ -583,7 +607,7 @@ class ColumnsProgram(Program):
     def _finish(self, state: VerticalState, in_gamma: Tensor, value: float) -> tuple[VerticalState, Step]:
         """The step on q(gamma), and the end of the round."""
         scale = self.move(self.config.multiplier(state.round))
-        gamma, own = self._move_gamma(state.gamma, in_gamma, self._gamma_noise(state.round), scale)
+        gamma, own, moved = self._move_gamma(state.gamma, in_gamma, self._gamma_noise(state.round), scale)
         objective = state.local + value + float(own)
         what, found = "the objective", objective
         if self.terms:  # the bound is not released, and what q follows from is noised
@@ -596,8 +620,9 @@ class ColumnsProgram(Program):
         finished = state.round + 1 >= self.config.rounds
         step = Step(objective, self._rate(state), monitor.r_hat, self._stage(bool(averaged)), finished)
         ahead = state._replace(
-            round=state.round + 1, objective=objective, gamma=gamma, average=average, averaged=averaged, monitor=monitor
-        )
+            round=state.round + 1, objective=objective, gamma=gamma, average=average, averaged=averaged,
+            monitor=monitor, led=state.led.then(moved, averaged),
+        )  # fmt: skip
         return ahead, step
 
     def _watched(self, monitor: stopping.Monitor, eta: Params) -> stopping.Monitor:
@@ -733,8 +758,9 @@ class VerticalProgram(ColumnsProgram):
         gamma, scalar = zero.new_zeros(self.gamma_size), zero.new_zeros(())
         answered = Answered(zero, zero, gamma, scalar)
         q = ServerParams({}, {}) if self.config.server_knows else self._gamma_start()
-        known, monitor = Shared(q, q.eta, stopping.start()), stopping.start()
-        return VerticalLocal(params, moments, params.shared, 0, -1, 0, sent, answered, monitor, known)
+        known, monitor = Shared(q, q.eta, stopping.start(), Led(gamma, gamma)), stopping.start()
+        its = Led(*torch.zeros_like(params.shared["theta/loc"]).expand(2, -1))
+        return VerticalLocal(params, moments, params.shared, 0, -1, 0, sent, answered, monitor, known, its)
 
     def answer(self, message: Broadcast, local: VerticalLocal, view: Any) -> Answer | RowAnswer:
         if message.phase == SLOPE_PHASE:
@@ -751,6 +777,7 @@ class VerticalProgram(ColumnsProgram):
             noise = self._noise(local, view)
             found = self._update(params, moments, rows, response, self.weights(), noise, incoming, scale)
             local = self._finished(message, local, SiloParams(*found[0]), Moments(*found[1]))
+            local = local._replace(led=local.led.then(found[2], local.averaged))
         local = local._replace(sent_round=message.round, turn=view.turn)
         draw = self._draw_at(local, view)
         z = draw.z
@@ -778,6 +805,16 @@ class VerticalProgram(ColumnsProgram):
         family, eta = self.core.family, part(self.local_fit(local), "theta")
         eps = torch.randn(n, family.noise_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return torch.func.vmap(lambda e: family.transform(eta, e))(eps.to(eta["loc"]))
+
+    def too_narrow(self, local: VerticalLocal) -> str:
+        wider = self._wider(local.led, local.averaged)
+        if wider is None:
+            return ""
+        found = {name: float(ratio.max()) for name, ratio in self.predictor.by_site(wider).items() if ratio.numel()}
+        if not self.config.server_knows:
+            found["gamma"] = float(local.gamma.led.widening().max())
+        much = {name: ratio for name, ratio in found.items() if ratio >= _MUCH_WIDER}
+        return _of_product(much) if much else ""
 
     def _slopes_of(self, message: Broadcast, local: VerticalLocal, view: VerticalView) -> Answer:
         s, gamma = self.move(message.tensors["sum"]), self.move(message.tensors["gamma"])
@@ -810,9 +847,10 @@ class VerticalProgram(ColumnsProgram):
             assert isinstance(response, Response)
             gamma = self.server_core.gamma(known.q.eta, noise)
             pull, h, in_gamma, _ = self._respond(response, self.move(message.tensors["sum"]), gamma, self.weights())
-            q = ServerParams(*self._move_gamma(known.q, in_gamma, noise, scale)[0])
-            average = running_average(known.average, q.eta, self._averaged(message, local))
-            known = Shared(q, average, self._watched(known.monitor, q.eta))
+            moved, _, away = self._move_gamma(known.q, in_gamma, noise, scale)
+            q, averaged = ServerParams(*moved), self._averaged(message, local)
+            average = running_average(known.average, q.eta, averaged)
+            known = Shared(q, average, self._watched(known.monitor, q.eta), known.led.then(away, averaged))
         if self.config.is_power:
             a = local.answered
             return Incoming(pull - a.own, h * (1 - a.share), a.others, a.gamma, a.share), scale, known
@@ -947,6 +985,16 @@ class VerticalProgram(ColumnsProgram):
 
     def _moved(self, params: Params) -> Params:
         return {name: value.to(self.problem.device) for name, value in params.items()}
+
+
+def _of_product(ratios: Mapping[str, float]) -> str:
+    """That sds are too small, and by how much, by what they belong to."""
+    named = ", ".join(f"{name} {ratio:.2g} times" for name, ratio in sorted(ratios.items(), key=lambda r: -r[1]))
+    return (
+        "q is a product over silos and gamma, and leaves out what columns of several tell together: as rounds showed "
+        f"it, posterior sds are roughly so many times those of q: {named}. Centre columns, and leave out or combine "
+        "what two silos hold alike"
+    )
 
 
 def settled(monitor: stopping.Monitor) -> bool:
