@@ -101,7 +101,7 @@ class VerticalLocalPosterior:
         assert isinstance(silo.program, ColumnsProgram)
         self.silo, self._program, self._rows = silo.name, silo.program, silo.view.rows
         self._local, self.q = silo.local, silo.program.local_fit(silo.local)
-        self.too_narrow = silo.program.too_narrow(silo.local)  # a line, where sds are
+        self.wrong_sds = silo.program.wrong_sds(silo.local)  # a line, where sds are
 
     def __repr__(self) -> str:
         return f"VerticalLocalPosterior('{self.silo}')"

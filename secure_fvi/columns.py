@@ -323,8 +323,8 @@ def column_result(done: Run[Any], config: Vertical | Soul, aggregation: SecureSu
     verdict = assessed(server.program.verdict(state), config.name, server.rounds)
     local = {name: VerticalLocalPosterior(silo) for name, silo in engine.silos.items()}
     for name, own in local.items():
-        if own.too_narrow:
-            warnings.warn(f"silo '{name}': {own.too_narrow}", SecureFVIWarning, stacklevel=3)
+        if own.wrong_sds:
+            warnings.warn(f"silo '{name}': {own.wrong_sds}", SecureFVIWarning, stacklevel=3)
     gamma = variational.draws(MOMENT_DRAWS, MOMENT_SEED)
     draws = problem.likelihood.constrain(gamma)
     tail = np.array(done.objectives)

@@ -263,8 +263,8 @@ class ColumnsJob(SiteJob):
         """Means and sds of this silo's own parameters, and q(theta_j) itself."""
         assert self.party is not None
         local = VerticalLocalPosterior(self.party.silo)
-        if local.too_narrow:
-            _log.warning("%s", local.too_narrow)
+        if local.wrong_sds:
+            _log.warning("%s", local.wrong_sds)
         moments = {f"{what}/{n}": getattr(p, what) for n, p in local.posterior.items() for what in ("mean", "sd")}
         return {**moments, **{f"own/{name}": value for name, value in local.q.items()}}
 

@@ -81,6 +81,22 @@ def test_columns_that_two_silos_hold_alike_are_told_of(alike: float) -> None:
         assert float(line.split("beta ")[1].split(" times")[0]) == pytest.approx(ratio, rel=0.45)
 
 
+def test_sds_that_have_not_come_to_rest_are_told_of() -> None:
+    """A column in a unit of 30 has an sd far below those at which q begins: nobody drifts, and it is still twice too
+    wide. The control is the same silo's other column, and `test_columns_that_two_silos_hold_alike_are_told_of`."""
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(150, 2, generator=rng).double()
+    y = x[:, 0] + torch.randn(150, generator=rng)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        config, columns = Vertical(rho=0.3, rounds=400, response="private"), [{"x": 30 * x[:, :1]}, {"x": x[:, 1:]}]
+        sf.fit(sf.Columns(Gaussian(), y), columns, config, sf.Plain(), compile=False)
+    said = [str(w.message) for w in told if "have not come to rest" in str(w.message)]
+    assert [line.split(":")[0] for line in said] == ["silo 'silo-1'"]
+    assert "larger than they will be: beta" in said[0]
+    assert "q is a product" not in said[0]
+
+
 @pytest.mark.parametrize("response", ["shared", pytest.param("silos", marks=pytest.mark.slow)])
 def test_a_column_that_the_intercept_moves_with_is_told_of(response: Any) -> None:
     """As of a column of a mean far from 0, in its sds: who takes the steps on gamma hears of it, and the silo."""

@@ -41,11 +41,12 @@ if TYPE_CHECKING:
 # ---- What q, a product over the silos and gamma, leaves out ----
 
 
-def led(family: GlobalFamily, eta: Params, gradient: Tensor) -> Tensor:
-    """(n,) how far from q's mean the other parties' draws of a round lead each mean, in q's sds. gradient (n,): of the
-    means, sticking the landing, so that one's own draw has no part in it where q is the conditional."""
+def led(family: GlobalFamily, eta: Params, gradient: Tensor, eps: Tensor) -> Tensor:
+    """(2, n): how far from q's mean the other parties' draws of a round lead each mean, and one's own draw by `eps`, in
+    q's sds. gradient (n,): of the means, sticking the landing, so that the own draw has no part in it where q is the
+    conditional."""
     if not family.noise_size:  # a point
-        return torch.zeros_like(gradient)
+        return torch.zeros_like(gradient).expand(2, -1)
     at = gradient.new_zeros(family.noise_size)
 
     def transform(eps: Tensor) -> Tensor:
@@ -53,7 +54,11 @@ def led(family: GlobalFamily, eta: Params, gradient: Tensor) -> Tensor:
 
     (own,) = torch.func.vjp(transform, at)[1](gradient)
     moved = torch.func.jvp(transform, (at,), (own,))[1]
-    return moved / family.stddev(eta)
+    return torch.stack([moved, transform(eps) - eta["loc"]]) / family.stddev(eta)
+
+
+#: Up to which mean product of the own draw q's sds are at rest.
+_AT_REST = 0.4
 
 
 class Led(NamedTuple):
@@ -61,17 +66,26 @@ class Led(NamedTuple):
 
     last: Tensor  # (n,)
     square: Tensor  # (n,) its variance, from differences of rounds: the means drift meanwhile
+    own: Tensor  # (n,) its mean product with the own draw: 0 where q's sds are at rest, less where they are too large
 
     def then(self, moved: Tensor, averaged: int) -> Led:
-        """After a round, the `averaged`-th of those."""
-        new = (moved - self.last).square() / 2
-        return Led(moved, torch.lerp(self.square, new, 1.0 / max(averaged, 1)))
+        """After a round, the `averaged`-th of those; moved: `led`."""
+        by, own = moved
+        one = 1.0 / max(averaged, 1)
+        square, product = (by - self.last).square() / 2, by * own
+        return Led(by, torch.lerp(self.square, square, one), torch.lerp(self.own, product, one))
 
     def widening(self) -> Tensor:
         """(n,) roughly how many times a posterior's sds are q's: q has a conditional's variance, and what its mean
         moves with the others comes to that. Of two parties a share 1 - square of the precision is left, and more are at
-        least as far off; past .9, where a mean over rounds is too rough for that, variances add up."""
-        return torch.maximum(1 / (1 - self.square.clamp(max=0.9)), 1 + self.square).sqrt()
+        least as far off; past .9, where a mean over rounds is too rough for that, variances add up. 1 where q's own sds
+        are not at rest, which moves it as well."""
+        found = torch.maximum(1 / (1 - self.square.clamp(max=0.9)), 1 + self.square).sqrt()
+        return torch.where(self.own.abs() > _AT_REST, 1.0, found)
+
+    def too_wide(self) -> Tensor:
+        """(n,) roughly how many times q's sds are those at which it would rest; 1 where they nearly are."""
+        return torch.where(self.own < -_AT_REST, (1 - self.own).clamp(min=1).sqrt(), 1.0)
 
 
 # ---- A silo's half ----
@@ -241,14 +255,14 @@ class VerticalSilo:
         incoming: Incoming,
         scale: Tensor,
     ) -> tuple[SiloParams, Moments, Tensor]:
-        """The local steps of one round, `scale` () times the learning rate each; and `led` of theta_j, (n,)."""
+        """The local steps of one round, `scale` () times the learning rate each; and `led` of theta_j, (2, n)."""
         sent = self.draw(params, rows, response, weights, noise).z
         new, first = params, part(params.shared, "theta")["loc"]
         for step in range(self.config.local_steps):
             found = self.gradient(new, rows, response, weights, noise, sent, incoming)
             first = first if step else found.shared["theta/loc"]
             new, moments = self.ascend(new, moments, found, self.units(new), scale)
-        moved = led(self.family, part(params.shared, "theta"), first)
+        moved = led(self.family, part(params.shared, "theta"), first, noise.theta)
         if self.kept == 1:
             return new, moments, moved
         return SiloParams(*(self._mix(a, b) for a, b in zip(params, new, strict=True))), moments, moved
@@ -350,9 +364,9 @@ class VerticalServer:
     def update(
         self, params: ServerParams, gamma_gradient: Tensor, eps: Tensor, scale: Tensor
     ) -> tuple[ServerParams, Tensor, Tensor]:
-        """q(gamma) after one step, log p(gamma) / q(gamma) before it, () nats, and `led` of gamma, (n_gamma,)."""
+        """q(gamma) after one step, log p(gamma) / q(gamma) before it, () nats, and `led` of gamma, (2, n_gamma)."""
         gradient, value = self.gradient(params.eta, gamma_gradient, eps)
-        moved = led(self.family, params.eta, gradient["loc"])
+        moved = led(self.family, params.eta, gradient["loc"], eps)
         return self.ascend(params, gradient, self.units(params.eta), scale), value, moved
 
     def gradient(self, eta: Params, gamma_gradient: Tensor, eps: Tensor) -> tuple[Params, Tensor]:

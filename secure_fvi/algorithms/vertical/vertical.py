@@ -414,8 +414,8 @@ class ColumnsProgram(Program):
     def thetas(self, local: Any, n: int, seed: int) -> Tensor:
         """`n` draws of theta_j (n, n_theta), unconstrained. For the silo's own eyes."""
 
-    def too_narrow(self, local: Any) -> str:
-        """What the silo is to hear of sds that are much too small, as q is a product; nothing where nobody looked."""
+    def wrong_sds(self, local: Any) -> str:
+        """What the silo is to hear of sds that are too small, as q is a product, or too large; nothing if unseen."""
         return ""
 
     def _wider(self, led: Led, averaged: int) -> Tensor | None:
@@ -512,7 +512,7 @@ class ColumnsProgram(Program):
         gamma, zero = self._gamma_start(), self.move(torch.zeros(self.batch_records, self.columns))
         return VerticalState(
             0, AUXILIARY_PHASE, gamma, gamma.eta, 0, zero, zero.new_zeros(()), zero, 0.0, math.nan, math.nan,
-            stopping.start(), Led(*zero.new_zeros(2, self.gamma_size)),
+            stopping.start(), Led(*zero.new_zeros(3, self.gamma_size)),
         )  # fmt: skip
 
     def _gamma_start(self) -> ServerParams:
@@ -758,8 +758,8 @@ class VerticalProgram(ColumnsProgram):
         gamma, scalar = zero.new_zeros(self.gamma_size), zero.new_zeros(())
         answered = Answered(zero, zero, gamma, scalar)
         q = ServerParams({}, {}) if self.config.server_knows else self._gamma_start()
-        known, monitor = Shared(q, q.eta, stopping.start(), Led(gamma, gamma)), stopping.start()
-        its = Led(*torch.zeros_like(params.shared["theta/loc"]).expand(2, -1))
+        known, monitor = Shared(q, q.eta, stopping.start(), Led(gamma, gamma, gamma)), stopping.start()
+        its = Led(*torch.zeros_like(params.shared["theta/loc"]).expand(3, -1))
         return VerticalLocal(params, moments, params.shared, 0, -1, 0, sent, answered, monitor, known, its)
 
     def answer(self, message: Broadcast, local: VerticalLocal, view: Any) -> Answer | RowAnswer:
@@ -806,7 +806,7 @@ class VerticalProgram(ColumnsProgram):
         eps = torch.randn(n, family.noise_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return torch.func.vmap(lambda e: family.transform(eta, e))(eps.to(eta["loc"]))
 
-    def too_narrow(self, local: VerticalLocal) -> str:
+    def wrong_sds(self, local: VerticalLocal) -> str:
         wider = self._wider(local.led, local.averaged)
         if wider is None:
             return ""
@@ -814,7 +814,15 @@ class VerticalProgram(ColumnsProgram):
         if not self.config.server_knows:
             found["gamma"] = float(local.gamma.led.widening().max())
         much = {name: ratio for name, ratio in found.items() if ratio >= _MUCH_WIDER}
-        return _of_product(much) if much else ""
+        by_site = self.predictor.by_site(local.led.too_wide())
+        wide = [f"{name} {float(ratio.max()):.2g} times" for name, ratio in by_site.items() if bool((ratio > 1).any())]
+        lines = [_of_product(much)] if much else []
+        if wide:
+            lines.append(
+                f"sds of q have not come to rest, and are larger than they will be: {', '.join(wide)}; standardise the "
+                f"columns, or raise rounds (now {self.config.rounds})"
+            )
+        return "; besides, ".join(lines)
 
     def _slopes_of(self, message: Broadcast, local: VerticalLocal, view: VerticalView) -> Answer:
         s, gamma = self.move(message.tensors["sum"]), self.move(message.tensors["gamma"])
