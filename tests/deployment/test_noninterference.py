@@ -256,17 +256,18 @@ CASES = {
     ),
 }  # fmt: skip
 FIRST = 3
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.later(*list(CASES)[FIRST:])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*list(CASES)[:FIRST], *(pytest.param(c, marks=SLOW) for c in list(CASES)[FIRST:])])
 def test_totals_aside_nothing_goes_by_one_record(telling: Telling, case: str) -> None:
     own = {f"world/{silo}/results/ID.safetensors" for silo in CASES[case].knowing}
     assert telling(CASES[case]).keys() <= own
 
 
-@pytest.mark.later("a record leaves, of records' privacy")
-@pytest.mark.parametrize("case", ["a record leaves, of records' privacy", "a label, response at a silo"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("a record leaves, of records' privacy", marks=SLOW), "a label, response at a silo"]
+)
 def test_control_what_goes_by_one_record_is_found(telling: Telling, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """A digest of its table in what a site says of its policy; labels without bytes at random beside them, which
     silos' digests then tell, to the server and in every log."""
