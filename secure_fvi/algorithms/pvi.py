@@ -1137,12 +1137,18 @@ class PVIProgram(Program):
         """t_j as of a broadcast. For the silo's own eyes."""
         return self._settled(message, local, silo).site
 
+    def _counted(self, own: OwnState) -> OwnState:
+        """Of what a part that has the site of all kept from fit to fit the number of its fits alone, in which no record
+        has a say: parts are dealt anew where a run goes on under another secret, and a record that was in one before
+        would else move its fits as well as those of the part that it is in."""
+        return own._replace(anchor=self.problem.start.z_global.to("cpu", torch.float64), share=1.0)
+
     def _settled(self, message: Broadcast, local: PVILocal, silo: str) -> PVILocal:
         """With the changes that were sent taken into the sites, if the server has said that it used them, and with the
         last change as short as the server says that it is by now."""
         if self.averaged:
             site, one = self.families.unpack(message.tensors[SITE]), self._one
-            parts = [part._replace(site=site, change=one, taken=one) for part in local.parts]
+            parts = [Part(site, one, one, self._counted(part.own)) for part in local.parts]
             return local._replace(parts=tuple(parts), heard=message.sum_index)
         if not bool(((message.tensors["dampings"] >= 0) & (message.tensors["dampings"] <= 1)).all()):
             raise ProtocolError(f"silo '{silo}': a change is taken in with a damping between 0 and 1")

@@ -24,7 +24,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi import column_silo, compiled, mixed_model
+from secure_fvi import column_silo, compiled, fitting, mixed_model
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import pvi
 from secure_fvi.algorithms.base import Pending
@@ -608,6 +608,54 @@ def test_parts_dealt_by_place_are_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     assert gaps(build, 4).max() > 1.2
     assert (seen[0][0] != seen[1][0]).any(1).sum() > 5
+
+
+def _slope(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(0.0, 1.0))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(x * beta, 1.0), obs=y)
+
+
+def _gone_on(changed: bool, past: SharedPast, rest: SharedPast, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Tensor]:
+    """A round, and one more in a process that goes on from there, whose silo has another secret: its sum before noise,
+    and the parts' changes. The record that joins makes its part's fit run off at the whole rate."""
+    x, y, ids = torch.ones(30), 3 + torch.linspace(0, 1, 30), torch.arange(30)
+    if changed:
+        x, y, ids = torch.ones(31), torch.cat([y, torch.tensor([-3000.0])]), torch.cat([ids, torch.tensor([1000])])
+
+    def begun(secret: bytes) -> Parties:
+        monkeypatch.setattr(fitting, "derived_secret", lambda *_: secret)
+        algorithm = sf.PVI(
+            rounds=4, virtual_clients=10, damping=0.5, local_optimizer="sgd", learning_rate=0.05, local_steps=5,
+            bound=16.0,
+        )  # fmt: skip
+        dp = sf.RecordDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
+        server, engine, _ = build_parties(
+            sf.FederatedModel(_slope, "row"), [{"x": x, "y": y}], algorithm, sf.Plain(), record_ids=[ids],
+            compile=False, privacy=dp, noise_key=KEY,
+        )  # fmt: skip
+        return Parties(server, engine)
+
+    before, after = begun(KEY), begun(b"\3" * 32)
+    past.drive(before, 1)
+    after.engine.restore_silos(before.engine.silo_states(before.server.state.accepted))
+    after.server.state = before.server.state
+    rows = _rows_of(after)
+    return rest.drive(after, 1), rows[0]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_parts_that_are_dealt_anew_keep_nothing_of_records(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on in another process has other secrets, and so other parts. The control, as was shipped, keeps
+    at which rate a part's fits did not run off, for a record that is in another part by now: it moves both."""
+    if kept:
+        monkeypatch.setattr(PVIProgram, "_counted", lambda self, own: own)
+    past, rest = SharedPast(), SharedPast()
+    (one, without), (other, within) = (_gone_on(changed, past, rest, monkeypatch) for changed in (False, True))
+    (gap,) = apart(one, other)
+    assert gap > 0.3
+    assert (gap <= 1 + 1e-9) is not kept
+    assert int((without != within).any(1).sum()) == 1 + kept
 
 
 def _clip_parts(gate: Gate, changes: Tensor) -> Any:
