@@ -261,16 +261,16 @@ class Silo:
                 self._may_lack(past, broadcast), _as_bytes(past.shared), failed,
             )  # fmt: skip
         except BaseException as error:
-            # What was charged was drawn for, and that it failed is seen: another attempt is drawn for anew. Of one that
-            # ended before nothing has left.
+            # What was charged was drawn for, and that it failed is seen: another attempt is drawn for by the next
+            # count, in another process as well. Of one that ended before nothing has left.
+            charged = self.gate.paid > paid
+            unfit = isinstance(error, Exception) and not isinstance(error, _NOT_OF_DATA)
             self.past = before
-            if self.gate.paid > paid:
-                self.past, self._released = claimed, turn + 1
-            if isinstance(error, Exception) and not isinstance(
-                error, _NOT_OF_DATA
-            ):  # a refusal tells the server something of this silo alone: once
-                self.past = claimed._replace(failed=True)
-                self.on_claim(self.past)
+            if charged or unfit:  # a refusal tells the server something of this silo alone: once
+                self.past = claimed._replace(turn=turn + charged, failed=unfit or claimed.failed)
+                if isinstance(error, Exception):  # a process that is killed writes nothing either
+                    self.on_claim(self.past)
+            if unfit:
                 self.on_event(UNANSWERABLE, f"round {broadcast.round}")
             said = self._said(error, broadcast)
             if said is None:

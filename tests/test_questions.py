@@ -9,8 +9,9 @@ import hashlib
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgpack
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -438,7 +439,7 @@ def test_a_claim_that_was_put_back_is_not_drawn_for_again_once_it_was_released(k
 def test_a_sample_is_not_drawn_again_once_it_was_charged_for(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a restart too: a release is charged, and then the sum, or what follows from noised numbers, fails, which
     is seen outside. The question that is asked again, under another index, gets another sample. The control is a silo
-    that has not heard of the charge, as was shipped."""
+    whose count has not gone on, as was shipped."""
     server, _, silo = parties(privacy=DP, noise_key=b"k" * 32)
     message, contribute, drawn = asked(server), silo._sum.contribute, []
 
@@ -454,11 +455,48 @@ def test_a_sample_is_not_drawn_again_once_it_was_charged_for(known: bool, monkey
         tell(silo, message)
     silo._sum.contribute = contribute  # type: ignore[method-assign]
     if not known:
-        silo._released = 0
+        silo.past = silo.past._replace(turn=silo.past.turn - 1)
     tell(silo, message._replace(sum_index=9))
     first, paid, second = drawn
     assert (paid, silo.gate.paid) == (1, 2)
     assert (first == second) is not known
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_nor_is_it_in_another_process(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, of a silo that begins anew from its file, whose count of questions is ahead of what its ledger has: one
+    was refused before it was charged, and another asked in its place once the process had ended. The control is a
+    silo that keeps of a charged answer that failed what it keeps of any claim."""
+    server, store, drawn = parties(privacy=DP, noise_key=b"k" * 32)[0], MemoryStore(), list[Any]()
+    message = asked(server)
+
+    def started(released: int) -> DurableSilo:
+        silo = parties(privacy=DP, noise_key=b"k" * 32)[2]
+        silo._released, program = released, cast(Any, silo.program)
+        batch = program.drawn
+        monkeypatch.setattr(program, "drawn", lambda *of: drawn.append(batch(*of).tolist()) or batch(*of))
+        return DurableSilo(silo, HeldStore(store, lambda: None))
+
+    def lost(*_: Any, **__: Any) -> bytes:
+        raise ConnectionError("the sum is lost")
+
+    first = started(0)
+    first.silo.gate.begin = lost  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        tell(first, message)
+    second = started(0)
+    second.silo._sum.contribute = lost  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        tell(second, moved(message))
+    assert (first.silo.gate.paid, second.silo.gate.paid) == (0, 1)
+    claim = store.get("party/claim")
+    assert claim is not None
+    turn, claimed, failed = msgpack.unpackb(claim)
+    if not kept:
+        store.put({"party/claim": msgpack.packb([turn - 1, claimed, failed])})
+    tell(started(1), moved(message)._replace(sum_index=9))
+    one, other = drawn
+    assert (one == other) is not kept
 
 
 def test_a_refused_question_leaves_a_silo_as_it_was() -> None:
