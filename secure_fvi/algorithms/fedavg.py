@@ -250,7 +250,10 @@ class FedAvgProgram(Program):
     def at_rest(self, state: FedAvgState) -> bool:
         """Whether averages have come to rest; with several local steps that need not be at the maximum. An element that
         goes on as it began, however slowly, is one whose column is of another scale."""
-        return state.movement is not None and state.movement < self.config.tolerance and state.slowed
+        return self._moves_little(state) and state.slowed
+
+    def _moves_little(self, state: FedAvgState) -> bool:
+        return state.movement is not None and state.movement < self.config.tolerance
 
     def verdict(self, state: FedAvgState) -> Verdict:
         """Of the averages, which are what it can see; under privacy they are noise."""
@@ -261,7 +264,7 @@ class FedAvgProgram(Program):
             found = "averages have come to rest, with several local steps near the maximum rather than at it"
             return Verdict(True, f"{found}: a point estimate, no posterior", details)
         advice = f"raise rounds (now {self.config.rounds}), lower learning_rate, or standardise the columns"
-        if state.movement is not None and state.movement < self.config.tolerance:
+        if self._moves_little(state):
             found = "some averages moved little, but as much as at the start, as where a column is of another scale"
             return Verdict(False, f"{found}; {advice}", details)
         return Verdict(False, f"averages were still moving when the rounds were over; {advice}", details)

@@ -83,14 +83,13 @@ def pieces(path: Path) -> list[bytes]:
     return [cell if isinstance(cell, bytes) else repr(cell).encode() for row in rows for cell in row]
 
 
-def seen_of(job: Job, said: list[tuple[str, bytes, bytes]], log: list[str]) -> Seen:
-    """Of a job that has run: all but the tables, which are a site's own."""
+def seen_of(root: Path, said: list[tuple[str, bytes, bytes]], log: list[str]) -> Seen:
+    """Of a job that has run below `root`: all but the tables, which are a site's own."""
     found: Seen = {"log": [line.encode() for line in sorted(log)]}
     for site, message, reply in said:
         kind = message[:1].decode()
         found.setdefault(f"to {site}, {kind}", []).append(message)
         found.setdefault(f"from {site}, {kind}", []).append(reply)
-    root = job.world.root.parent
     for path in sorted(p for p in root.rglob("*") if p.is_file()):
         where = path.relative_to(root)
         if path.suffix == ".csv" or path.name.endswith(("-wal", "-shm")):
@@ -149,17 +148,16 @@ def telling(first_world: World, tmp_path: Path, few_draws: None, caplog: Any) ->
             patch.setattr(Site, "handle", heard)
             patch.setattr(server_of, "_wrapped", totals.wrapped)
             job.run(local=Local())
-        return seen_of(job, said, [r.getMessage().replace(str(root), "") for r in caplog.records])
+        return seen_of(root, said, [r.getMessage().replace(str(root), "") for r in caplog.records])
 
     def found(case: Case, most: int = 6) -> dict[str, set[Any]]:
         base = new_world(tmp_path / "holder", holder=True) if case.holder else first_world
         totals, worlds = Totals(), (list[Seen](), list[Seen]())
-        own = {f"world/{silo}/results/ID.safetensors" for silo in case.knowing}
         for at in range(most):  # in turns, so that no world has the even seconds
             for which in (at % 2, 1 - at % 2):
                 worlds[which].append(run(case.make, case.change if which else None, totals, base))
                 totals.at = 0
-            if at >= 2 and not (last := told(worlds)).keys() - own:
+            if at >= 2 and not (last := told(worlds)).keys() - case.own:
                 break
         return last
 
@@ -235,6 +233,10 @@ class Case(NamedTuple):
     knowing: tuple[str, ...] = ("east",)
     holder: bool = False
 
+    @property
+    def own(self) -> set[str]:
+        return {f"world/{silo}/results/ID.safetensors" for silo in self.knowing}
+
 
 CASES = {
     "a record leaves, of records' privacy": Case(children(PRIVACY["record"]), gone),
@@ -261,8 +263,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("case", [*list(CASES)[:FIRST], *(pytest.param(c, marks=SLOW) for c in list(CASES)[FIRST:])])
 def test_totals_aside_nothing_goes_by_one_record(telling: Telling, case: str) -> None:
-    own = {f"world/{silo}/results/ID.safetensors" for silo in CASES[case].knowing}
-    assert telling(CASES[case]).keys() <= own
+    assert telling(CASES[case]).keys() <= CASES[case].own
 
 
 @pytest.mark.parametrize(
