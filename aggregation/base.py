@@ -296,7 +296,7 @@ class SecureSum(Protocol):
 
 
 def check_silo_ids(silo_ids: Iterable[str]) -> tuple[str, ...]:
-    """The ids, sorted; raises InputError when one is empty or stands twice."""
+    """The ids, sorted; raises InputError when one is empty, no text, or stands twice."""
     ids = sorted(silo_ids)
     if not ids:
         raise InputError("a secure sum needs at least one silo")
@@ -305,4 +305,9 @@ def check_silo_ids(silo_ids: Iterable[str]) -> tuple[str, ...]:
             raise InputError(f"two silos have the id '{a}'; ids must differ")
     if "" in ids:
         raise InputError("a silo id is empty")
+    for name in ids:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"silo id {name!a} is no text: it holds half of a character") from None
     return tuple(ids)

@@ -176,7 +176,7 @@ def decimal_comma(text: str) -> str:
 
 def with_points(name: str) -> str:
     """How a column's decimal commas become points, and commas between thousands none."""
-    said = _identifier(name)
+    said = identifier(name)
     return (
         f"where it parts thousands, write replace({said}, ',', '') AS {said}, and where that is the decimal comma, "
         f"points, by the query SELECT * REPLACE (replace({said}, ',', '.') AS {said}) FROM {TABLE}"
@@ -315,14 +315,14 @@ def remedy(findings: Iterable[Finding]) -> str:
             'has several rows, give it kind = "id" in the dictionary, without unique'
         )
     if _AGAIN in found:
-        own = _identifier(found[_AGAIN])
+        own = identifier(found[_AGAIN])
         return (
             f"; '{found[_AGAIN]}' is unique in the dictionary: leave the copies out, as by the query SELECT DISTINCT "
             f"ON ({own}) * FROM {TABLE} ORDER BY ALL, or, where these are several rows of one, delete unique there"
         )
     if _UNREADABLE["boolean"] in found:
         name = found[_UNREADABLE["boolean"]]
-        own = _identifier(name)
+        own = identifier(name)
         return (
             f"; truth values are true and false, or 1 and 0: where cells of '{name}' say it "
             'otherwise, name what they say in the dictionary, no before yes, as in levels = ["no", "yes"]; cells that '
@@ -347,7 +347,7 @@ def remedy(findings: Iterable[Finding]) -> str:
 
 def _spelt(name: str) -> str:
     """What to do about another spelling of a level, which in `levels` would be a level beside it."""
-    own = _identifier(name)
+    own = identifier(name)
     return (
         "; another spelling of a level, as 1.0 of 1 or m of M, is not to be added: it would be a group beside it; "
         f"write SELECT * REPLACE (CASE {own} WHEN '1.0' THEN '1' ELSE {own} END AS {own}) FROM {TABLE}"
@@ -862,7 +862,7 @@ def _check_names(connection: duckdb.DuckDBPyConnection, tree: Any) -> None:
             continue
         lower = [name.lower() for name in names]
         if twice := [name for name in names if lower.count(name.lower()) > 1]:
-            name = _identifier(twice[0])
+            name = identifier(twice[0])
             raise InputError(
                 f"two columns of the query's result, or of a part of it, have the same name '{twice[0]}': write "
                 f"* REPLACE (... AS {name}) or * EXCLUDE ({name}), join by USING, or give one another name"
@@ -1027,7 +1027,7 @@ def _let_in(
 ) -> list[str]:
     """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them.
     shown: where DuckDB is to read it. left_out: is told of what cannot be read, and is refused without it."""
-    kind, where, table = _format(path), _quoted(str(shown)), _identifier(name)
+    kind, where, table = _format(path), _quoted(str(shown)), identifier(name)
     if kind == "duckdb":
         connection.execute(f"ATTACH {where} AS {table} (READ_ONLY)")
         held = connection.execute(
@@ -1035,7 +1035,7 @@ def _let_in(
             "view_name FROM duckdb_views() WHERE database_name = ? AND NOT internal ORDER BY ALL",
             [name, name],
         ).fetchall()
-        return [".".join(map(_identifier, (name, *parts))) for parts in held]
+        return [".".join(map(identifier, (name, *parts))) for parts in held]
     if kind == "sqlite":
         return _copied(connection, name, path, query, left_out)
     if kind == "csv":
@@ -1062,7 +1062,7 @@ def _by_cells(connection: duckdb.DuckDBPyConnection, where: str) -> str:
         f"CASE WHEN {said} >= '-infinity'::{kind} THEN {said} END AS {said}" if kind.startswith("TIMESTAMP") else said
         for name, kind, checked in _columns_of(connection, where)
         if not checked
-        for said in [_identifier(name)]
+        for said in [identifier(name)]
     ]
     if not kept:
         raise DataError(f"no column of it is one{_UNREAD}")
@@ -1224,7 +1224,7 @@ def _copied(
     no part of DuckDB. In a query whole numbers and numbers are of the type with which their column is declared, and all
     else is text, as all is without a query: SQLite's cells have types of their own, and a column's that followed from
     its cells would let one record change what the query says of the others."""
-    connection.execute(f"CREATE SCHEMA {_identifier(name)}")
+    connection.execute(f"CREATE SCHEMA {identifier(name)}")
     until = time.monotonic() + SECONDS
     file = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
     file.text_factory = _text_of
@@ -1238,7 +1238,7 @@ def _copied(
             file.set_authorizer(_raises_nothing)
         for (inner,) in held:
             if query is None or re.search(rf"(?<!\w){re.escape(inner)}(?!\w)", query, re.IGNORECASE):
-                made.append(f"{_identifier(name)}.{_identifier(inner)}")
+                made.append(f"{identifier(name)}.{identifier(inner)}")
                 _copy(connection, file, inner, made[-1], query is not None, left_out)
     finally:
         file.close()
@@ -1282,7 +1282,7 @@ def _copy(
 ) -> None:
     """typed: by the columns' declared types. A cell of another is a gap, and `left_out` is told of it. Raises DataError
     for it where that is None."""
-    rows = file.execute(f"SELECT * FROM {_identifier(inner)}")
+    rows = file.execute(f"SELECT * FROM {identifier(inner)}")
     columns = [d[0] for d in rows.description]
     known = file.execute("SELECT name, type, hidden FROM pragma_table_xinfo(?)", (inner,)).fetchall()
     if left_out is not None and any(hidden > 1 for *_, hidden in known):  # computed, by SQL that nobody looks through
@@ -1290,7 +1290,7 @@ def _copy(
     said = {name: kind for name, kind, _ in known}
     declared = [_declared(said.get(c) or "") for c in columns]
     types = [kind if typed or kind == "BLOB" else "VARCHAR" for _, kind in declared]
-    made = ", ".join(f"{_identifier(c)} {t}" for c, t in zip(columns, types, strict=True))
+    made = ", ".join(f"{identifier(c)} {t}" for c, t in zip(columns, types, strict=True))
     connection.execute(f"CREATE TABLE {table} ({made})")
     wrong: dict[str, list[int]] = {}
     begin = 1
@@ -1448,7 +1448,8 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _identifier(name: str) -> str:
+def identifier(name: str) -> str:
+    """A column's name as SQL takes it."""
     return '"' + name.replace('"', '""') + '"'
 
 

@@ -333,43 +333,44 @@ _ALONE = "one value alone stands in this table: what else may be there, at any s
 
 def _form(about: Mapping[str, Any], name: str) -> str:
     """What to do about numbers, dates or times that are written as no kind reads them; empty where they are none."""
-    from secure_fvi.tables import with_points
+    from secure_fvi.tables import identifier, with_points
 
+    column = identifier(name)
     cells, numbers = about["cells"], about["numbers"]
     if about["commas"] and about["commas"] + numbers == cells:
         return f"numbers with a comma: {with_points(name)}"
     for kind, mark, keep in (("points", "points", "0-9,+-"), ("blanks", "blanks or quotes", "0-9.,+-")):
         if about[kind] and about[kind] + about["small"] == cells:
-            without = f"replace(regexp_replace({_name(name)}, '[^{keep}]', '', 'g'), ',', '.')"
-            return f"numbers with {mark} between thousands: take them out {_by_query(name, without)}"
+            without = f"replace(regexp_replace({column}, '[^{keep}]', '', 'g'), ',', '.')"
+            return f"numbers with {mark} between thousands: take them out {_by_query(column, without)}"
     if about["other_days"] and about["other_days"] + about["days"] == cells:
-        taken = _by_query(name, f"CAST(strptime({_name(name)}, '%d.%m.%Y') AS DATE)")
+        taken = _by_query(column, f"CAST(strptime({column}, '%d.%m.%Y') AS DATE)")
         return f"dates in another form: take them {taken}, which is of 31.12.2024; of 12/31/2024 write '%m/%d/%Y'"
     if about["times"] == cells:
-        first = f"left(CAST({_name(name)} AS VARCHAR), 10)"
-        day = _by_query(name, first)
+        first = f"left(CAST({column} AS VARCHAR), 10)"
+        day = _by_query(column, first)
         return f"times of day, which no kind has: where the day is enough, as it is written, take it {day}"
     if about["clocks"] == cells or about["halves"] == cells:
-        span = f"CAST(CAST({_name(name)} AS VARCHAR) AS INTERVAL)"
+        span = f"CAST(CAST({column} AS VARCHAR) AS INTERVAL)"
         if about["halves"]:
-            span = f"CAST(strptime({_name(name)}, '%I:%M %p') AS TIME)"
-        hours = _by_query(name, f"epoch({span}) / 3600")
+            span = f"CAST(strptime({column}, '%I:%M %p') AS TIME)"
+        hours = _by_query(column, f"epoch({span}) / 3600")
         return (
             f"times of day or durations, which no kind has: as hours {hours}; of a clock 23:30 is far from 00:30 then"
         )
     if about["signs"] == cells and about["signs_of"] == 1:
-        bare = _by_query(name, f"regexp_replace({_name(name)}, '[^0-9.,+-]', '', 'g')")
+        bare = _by_query(column, f"regexp_replace({column}, '[^0-9.,+-]', '', 'g')")
         return f"numbers with a sign or a unit about them: take it off {bare}; a comma has to become a point or go, too"
     if about["nested"] == cells:
-        inside = f"SELECT *, {_name(name)} ->> '$.KEY' AS KEY FROM data"
+        inside = f"SELECT *, {column} ->> '$.KEY' AS KEY FROM data"
         return f"objects or lists, of which no kind is: take them apart by the query {inside} (of a list '$[0]')"
     if about["limits"] and numbers and about["limits"] + numbers == cells:
         return "numbers with < or > among them, as beyond what can be measured: say in a query what stands for these"
     return ""
 
 
-def _by_query(name: str, what: str) -> str:
-    return f"by the query SELECT * REPLACE ({what} AS {_name(name)}) FROM data"
+def _by_query(column: str, what: str) -> str:
+    return f"by the query SELECT * REPLACE ({what} AS {column}) FROM data"
 
 
 def _levels(found: Sequence[str]) -> str:
@@ -396,10 +397,6 @@ def _levels(found: Sequence[str]) -> str:
         order = "levels are in the order of the alphabet: put them in theirs, the level to compare with first"
         said = _both(said, order)
     return said
-
-
-def _name(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
 
 
 def _far(low: float, high: float, lower: float, upper: float, middle: float) -> str:

@@ -527,7 +527,12 @@ def test_what_no_sum_can_be_made_of_is_refused():
             Block("b", (1,), bound)
     with pytest.raises(InputError, match="block names must differ"):
         BlockTable((Block("b", (1,), 1.0), Block("b", (2,), 1.0)))
-    for ids, reason in (([], "at least one silo"), (["", "a"], "a silo id is empty"), (["a", "a"], "ids must differ")):
+    for ids, reason in (
+        ([], "at least one silo"),
+        (["", "a"], "a silo id is empty"),
+        (["a", "a"], "ids must differ"),
+        (["a", "\ud800"], "no text"),
+    ):
         with pytest.raises(InputError, match=reason):
             check_silo_ids(ids)
     with pytest.raises(InputError, match="cannot be negative"):
