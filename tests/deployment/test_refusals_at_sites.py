@@ -206,9 +206,16 @@ def test_a_roster_that_was_checked_ends_when_it_ends(
 
 
 def test_who_has_no_passphrase_goes_by_the_roster_that_was_accepted(world: World) -> None:
-    """Another of its number, though all have signed it, is not in force. The control is the one accepted."""
+    """Another of its number, though all have signed it, is not in force, nor one that names another identity than this
+    site's. The control is the one accepted."""
     home = world.homes["north"]
     assert home.roster_by_public_keys(NOW).hash == home.roster(NOW).hash
+    public = home.path / "identity.pub"
+    own = public.read_text()
+    public.write_text((world.homes["east"].path / "identity.pub").read_text())
+    with raises(ProtocolError, "the roster names another role or identity for 'north' than this site's"):
+        home.roster_by_public_keys(NOW)
+    public.write_text(own)
     accepted = home.path / "accepted.json"
     accepted.write_text(accepted.read_text().replace(home.roster(NOW).hash.hex(), "00" * 32))
     with raises(ProtocolError, "this site has accepted another roster 1"):
