@@ -113,38 +113,38 @@ def test_it_needs_no_passphrase(busy: World) -> None:
     path = busy.homes["north"].path
     Home(path, "a long passphrase").seal()
     with pytest.raises(InputError, match="is encrypted"):
-        Home(path).roster(NOW)
-    found = read_status(Home(path), NOW)
+        Home(path).roster(now())
+    found = read_status(Home(path), now())
     assert (found.roster, found.problems, found.expiring) == (1, (), ())
     shutil.copy(busy.homes["south"].path / "identity.pub", path / "identity.pub")
-    (told,) = read_status(Home(path), NOW).problems
+    (told,) = read_status(Home(path), now()).problems
     assert "another role or identity for 'north'" in told
 
 
 def test_quiet_and_expiry(busy: World) -> None:
-    soon = read_status(busy.homes["north"], NOW + 340 * DAY)
-    assert soon.quiet(NOW + 340 * DAY) > 300 * 86400
+    soon = read_status(busy.homes["north"], now() + 340 * DAY)
+    assert soon.quiet(now() + 340 * DAY) > 300 * 86400
     assert any("roster" in line for line in soon.expiring)
 
 
 def test_a_policy_that_cannot_be_read_is_ill_health_before_a_job_finds_it(busy: World) -> None:
     home = busy.homes["north"]
-    assert not read_status(home, NOW).problems
+    assert not read_status(home, now()).problems
     home.policy_file.write_text(home.policy_file.read_text().replace("min_cohort", "min_cohrt"))
-    assert "unknown key 'min_cohrt'; did you mean 'min_cohort'?" in read_status(home, NOW).problems[0]
+    assert "unknown key 'min_cohrt'; did you mean 'min_cohort'?" in read_status(home, now()).problems[0]
 
 
 def test_an_identity_that_is_gone_is_not_called_another(busy: World) -> None:
     home = busy.homes["north"]
     (home.path / "identity.pem").rename(home.path / "away.pem")
     with pytest.raises(ProtocolError, match=r"has no identity\.pem"):
-        home.identity_in(home.roster_by_public_keys(NOW))
+        home.identity_in(home.roster_by_public_keys(now()))
 
 
 def test_a_job_that_was_given_up_for_a_newer_one_is_no_ill_health(busy: World) -> None:
     """Nor is it called open. But the newest one is both, and one that a process goes on with."""
-    found = read_status(busy.homes["north"], NOW)
-    later, (done, left) = NOW + DAY, [j for j in found.jobs if j.accepted]
+    found = read_status(busy.homes["north"], now())
+    later, (done, left) = now() + DAY, [j for j in found.jobs if j.accepted]
     assert (done.outcome, left.outcome) == ("finished", None)
     assert found._replace(jobs=(done, left)).quiet(later) > 3600
     assert found._replace(jobs=(left, done)).quiet(later) == 0
