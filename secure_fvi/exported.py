@@ -8,10 +8,13 @@ safetensors.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import operator
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -22,7 +25,8 @@ from safetensors.torch import load
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from secure_fvi.algorithms.base import Problem
@@ -623,11 +627,12 @@ def operation(name: str) -> tuple[Callable[..., Any], bool]:
 
 
 class _Seen(TorchDispatchMode):
-    """Notes which operations are called."""
+    """Notes which operations are called; and, with `calls`, each call, of arguments that no call before it had."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: bool = False) -> None:
         super().__init__()
-        self._called = set[Any]()
+        self._called, self._calls = set[Any](), calls
+        self.calls = dict[Any, tuple[Any, list[Any], Any]]()  # an operation, what it was given and its form, by kind
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # or each operation goes through PyTorch's compiler
@@ -635,11 +640,25 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._called.add(func._overloadpacket)
+        given, form = tree_flatten((args, kwargs or {}))
+        key = str(func), str(form), *map(_kind, given)
+        if self._calls and key not in self.calls:
+            known = key in _apart
+            copies = [] if known else [v.detach().clone() if isinstance(v, Tensor) else v for v in given]
+            self.calls[key] = func, copies, form
         return func(*args, **(kwargs or {}))
 
     @property
     def packets(self) -> set[str]:
-        return {str(packet).removeprefix("aten.") for packet in self._called}
+        return set(map(_packet, self._called))
+
+
+def _packet(called: Any) -> str:
+    return str(called).removeprefix("aten.")
+
+
+def _kind(value: Any) -> Any:
+    return (value.dtype, value.shape) if isinstance(value, Tensor) else (type(value), str(value))
 
 
 class _Rules(Calls):
@@ -659,20 +678,115 @@ class _Rules(Calls):
 
 
 def untested_operations(call: Callable[[], Any]) -> list[str]:
-    """The operations that `call` uses and that no test has found to keep records apart when it is mapped over them; and
-    what fails in it, since what else it would use is not known."""
-    packets, names = used_operations(call)
-    return sorted((packets - _PURE - _ALSO_APART - {f"{name}_" for name in _PURE}) | names)
+    """The operations that `call` uses and that no test has found to keep records apart when it is mapped over them, or
+    that do not with arguments such as it gives them; and what fails in it, since what else it would use is not known.
+    """
+    seen = _Seen(calls=True)
+    packets, names = used_operations(call, seen)
+    mixing = {f"{name} (as it is called)" for name in _mixing(seen)}
+    return sorted((packets - _PURE - _ALSO_APART - {f"{name}_" for name in _PURE}) | names | mixing)
 
 
-def used_operations(call: Callable[[], Any]) -> tuple[set[str], set[str]]:
-    """The operations that `call` uses; and the functions with a derivative of their own, and what fails."""
+#: What was found of calls, by operation and form of what it is given: whether it keeps records apart.
+_apart: dict[Any, bool] = {}
+#: Records over which a call is mapped; of so many tensors each choice has a row of each, of more each one and all. And
+#: what shows memory as it was.
+_TRIED, _ALL_CHOICES = 4, 4
+_OLD_MEMORY = _words("empty empty_like new_empty new_empty_strided")
+
+
+def _mixing(seen: _Seen) -> Iterator[str]:
+    """Operations that do not keep records apart as they were called. A rule by which PyTorch maps one may be right for
+    all that it is tested with, and take the records for an axis of a tensor that has none: `roll` of a number."""
+    for key, (func, given, form) in seen.calls.items():
+        name = _packet(func._overloadpacket)
+        if key not in _apart:
+            with _unseen():
+                _apart[key] = name in _OLD_MEMORY or _keeps_apart(func, given, form)
+        if not _apart[key]:
+            yield name
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """What is tried is no call of a program's, where somebody counts these; and no word on how fast PyTorch maps it."""
+    functorch: Any = torch._C._functorch
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        functorch._set_vmap_fallback_warning_enabled(False)
+        try:
+            yield
+        finally:
+            functorch._set_vmap_fallback_warning_enabled(True)
+
+
+def _keeps_apart(func: Callable[..., Any], given: Sequence[Any], form: Any) -> bool:
+    """Whether, mapped over records, none moves a bit of another's, by each choice of tensors that have a row a record.
+    What fails for one record too is found where the program is mapped; what fails for several alone takes their number
+    for that of an axis, and mixes where an axis is as long."""
+    places = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
+    counts = range(1, len(places) + 1) if len(places) <= _ALL_CHOICES else (1, len(places))
+    chosen = [c for n in counts for c in itertools.combinations(places, n)]
+
+    def results(rows: Mapping[int, Tensor]) -> list[Tensor]:
+        def run(*mapped: Tensor) -> tuple[Tensor, ...]:
+            one = dict(zip(rows, mapped, strict=True))
+            values = [one.get(i, v.clone() if isinstance(v, Tensor) else v) for i, v in enumerate(given)]
+            args, kwargs = tree_unflatten(values, form)
+            return tuple(_tensors([func(*args, **kwargs)]))
+
+        return list(torch.func.vmap(run)(*(value.clone() for value in rows.values())))
+
+    for of in chosen:
+        rows = {i: _rows_like(given[i], i) for i in of}
+        try:
+            found = results(rows)
+        except Exception:
+            with contextlib.suppress(Exception):
+                results({i: value[:1] for i, value in rows.items()})
+                return False
+            continue
+        for whole in (False, True):  # a changed place may be one that there is not
+            with contextlib.suppress(Exception):
+                others = results({i: _last_changed(value, whole) for i, value in rows.items()})
+                if not all(_same_bits(a[: _TRIED - 1], b[: _TRIED - 1]) for a, b in zip(found, others, strict=True)):
+                    return False
+    return True
+
+
+def _rows_like(value: Tensor, seed: int) -> Tensor:
+    """Rows of `_TRIED` records that are a little less than `value`, so that what lies in [0, 1], say, stays there."""
+    rows = value.expand(_TRIED, *value.shape).clone()
+    if not value.is_floating_point():
+        return rows
+    noise = torch.rand(rows.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return rows * (1 - 1e-3 * noise).to(rows)
+
+
+def _last_changed(rows: Tensor, whole: bool) -> Tensor:
+    """The same, as it lies in memory, with another last one; of whole numbers if `whole`."""
+    rows = rows.clone()
+    if rows.is_floating_point():
+        rows[-1] = rows[-1] / 2 + 0.25
+    elif whole:
+        rows[-1] = ~rows[-1] if rows.dtype == torch.bool else (rows[-1] == 0).to(rows)
+    return rows
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def used_operations(call: Callable[[], Any], seen: _Seen | None = None) -> tuple[set[str], set[str]]:
+    """The operations that `call` uses; and the functions with a derivative of their own, and what fails. seen: notes
+    the former."""
+    seen = _Seen() if seen is None else seen
 
     def within(x: Tensor) -> Tensor:  # a transform, without which PyTorch calls such functions unseen
         call()
         return x
 
-    with _Seen() as seen, _Rules() as rules:
+    with seen, _Rules() as rules:
         try:
             torch.func.vjp(within, torch.zeros(()))
         except Exception as error:  # what fails has used what it has used

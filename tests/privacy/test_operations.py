@@ -25,7 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from secure_fvi.compiled import threads
-from secure_fvi.exported import _ALSO_APART, _INSTEAD, _PURE, TensorGraph, _Node, _Ref, operation
+from secure_fvi.exported import (
+    _ALSO_APART,
+    _INSTEAD,
+    _PURE,
+    TensorGraph,
+    _Node,
+    _Ref,
+    operation,
+    untested_operations,
+)
 
 ROWS = 64
 #: Calls of one overload, tensors that have a row a record at once, and samples of one operation.
@@ -257,6 +266,37 @@ def test_an_operation_that_mixes_is_found() -> None:
     with threads(1):
         found = faults("aten.index_fill.int_Tensor", ([x, 0, torch.tensor([0, 2]), x[0]], {}), torch.float64)
     assert {"mixes", "another number"} <= found
+
+
+ONE, THREE = torch.tensor(0.3, dtype=torch.float64), torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)
+NINE = THREE.outer(THREE)
+
+
+@pytest.mark.parametrize(
+    ("call", "proper"),
+    [
+        (lambda: ONE.roll(1), lambda: THREE.roll(1)),
+        (lambda: aten._euclidean_dist(THREE, NINE), lambda: aten._euclidean_dist(NINE, NINE)),
+        (lambda: aten.smooth_l1_loss(ONE, THREE[:1], 1), lambda: aten.smooth_l1_loss(THREE, THREE, 1)),
+        (lambda: aten.mse_loss(NINE, ONE, 2), lambda: aten.mse_loss(NINE, NINE, 2)),
+    ],
+    ids=["roll", "_euclidean_dist", "smooth_l1_loss", "mse_loss"],
+)  # fmt: skip
+def test_a_call_that_mixes_records_is_found(call: Any, proper: Any, request: pytest.FixtureRequest) -> None:
+    """As no sample calls it: of tensors without an axis, or of several numbers of them, or where so many records as
+    an axis is long would be taken for it. The control: as the samples have it."""
+    found = untested_operations(call)
+    assert found == [f"{request.node.callspec.id} (as it is called)"]
+    assert untested_operations(call) == found  # also of a call that is known
+    assert untested_operations(proper) == []
+
+
+@pytest.mark.parametrize("of", [ONE, THREE], ids=["mixes", "control"])
+def test_a_number_that_is_rolled_is_another_records(of: Tensor) -> None:
+    """Why such calls are looked at."""
+    rows = torch.stack([of, 2 * of, 3 * of])
+    rolled = torch.vmap(lambda row: row.roll(1))(rows)
+    assert torch.equal(rolled, torch.stack([row.roll(1) for row in rows])) == (of is THREE)
 
 
 #: Composed of others in the list before a graph is written, or without a tensor that could have a row a record.
