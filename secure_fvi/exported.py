@@ -476,6 +476,23 @@ class GraphDensity(LogDensity):
             raise DataError(f"silo '{silo}': the model fails on its data ({type(error).__name__})") from None
         return found[:3], found[3:]
 
+    def check_sites(self, point: Any, rows: Params) -> None:
+        """Under differential privacy, that no shape in the start follows from values: it is worked out on all of a
+        silo's records at once, and what memory and time that takes would tell of one, without noise. What is mapped
+        over data sets has no such shapes. Of the density it is seen where records are mapped. Raises InputError."""
+        if point.problem.privacy is None:
+            return
+        data, device = [rows[name].unsqueeze(0) for name in sorted(rows)], point.problem.device
+        try:
+            with running(point.problem.dtype, device), torch.no_grad():
+                torch.func.vmap(lambda *one: tuple(self.program.recentre(one, device)))(*data)
+        except Exception as error:
+            raise InputError(
+                "where the model's sites begin, or what they take, is worked out by values of the data, which decide "
+                f"on shapes or cannot be mapped ({type(error).__name__}): under differential privacy the time that "
+                "takes would tell of records. Write it without x[mask], by torch.where"
+            ) from error
+
     def run(self, latents: Params, theta: Params, rows: Params, densities: bool = True) -> Any:
         raise InputError("a program's graph says what its sites add up to, not what each of them is")
 

@@ -31,6 +31,7 @@ from secure_fvi.deployment.fenced import _framed, export
 from secure_fvi.errors import InputError
 from secure_fvi.exported import GraphDensity, Program, read_program
 from secure_fvi.federated_model import FederatedModel, Schema, read_data
+from secure_fvi.fitting import build_parties
 from secure_fvi.later import Later
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.silo import Silo
@@ -559,6 +560,65 @@ def test_sizes_stay_bounded_on_a_silos_own_rows(content: bytes) -> None:
     start = [*program.start[:2], torch.zeros(50, 0), *(program.start.theta[n] for n in sorted(program.start.theta))]
     with pytest.raises(InputError, match="a size past all data"):
         program.evaluate([*start, *(rows[n] for n in sorted(rows))], torch.device("cpu"))
+
+
+def _by_values(how: str) -> Callable[[Any], None]:
+    """A start that adds up a million ones for each row above 50, whose number a mask, or a tensor, says."""
+
+    def change(table: Any) -> None:
+        graph = table["recentre"]
+
+        def add(*node: Any, **options: Any) -> dict[str, int]:
+            graph["nodes"].append([*node, options])
+            return {"at": graph["inputs"] + len(graph["nodes"]) - 1}
+
+        y = {"at": graph["inputs"] - 1}
+        mask = add("aten.gt.Scalar", [y, 50.0])
+        if how == "number":
+            size = add("aten.mul.Scalar", [add("aten.sum.default", [mask]), 1_000_000])
+        elif how == "shape":
+            size = add("size.mul", [add("aten.sym_numel.default", [y]), 1_000_000])
+        else:
+            chosen = add("aten.index.Tensor", [y, [mask]]) if how == "mask" else add("aten.where.default", [mask])
+            chosen = chosen if how == "mask" else add("size.getitem", [chosen, 0])
+            size = add("size.mul", [add("aten.sym_numel.default", [chosen]), 1_000_000])
+        ones = add("aten.ones.default", [[size]], dtype={"dtype": "torch.float64"})
+        first = {"at": graph["outputs"][0]}
+        graph["outputs"][0] = add("aten.add.Tensor", [first, add("aten.sum.default", [ones])])["at"]
+
+    return change
+
+
+class Altered(Traced):
+    """A traced program whose author has written its graph himself."""
+
+    def __init__(self, model: FederatedModel, change: Callable[[Any], None]) -> None:
+        super().__init__(model)
+        self._change = change
+
+    def exported(self, schema: Schema, dtype: torch.dtype) -> Program:
+        return read_program(altered(export(self._model, schema, dtype), self._change), schema)
+
+
+@pytest.mark.parametrize("how", ["mask", "places", "number", "shape"])
+def test_no_value_decides_what_a_start_takes_under_privacy(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start is worked out on all records at once as a silo joins, and how long that takes, or whether there is memory
+    for it, is seen without noise. The controls: what shapes decide on, and where nobody looks at the start."""
+    model = Altered(FederatedModel(plain), _by_values(how))
+    dp = sf.RecordDP(epsilon=1.0, noise="silo")
+
+    def started(last: float) -> float:
+        silos = [{"y": torch.tensor([0.5, 0.7, last])}, {"y": torch.tensor([0.1, 0.2])}]
+        _, engine, _ = build_parties(model, silos, sf.SFVI(iterations=2), sf.Plain(), privacy=dp)
+        return float(engine.silos["silo-1"].view.start.z_global)
+
+    if how == "shape":
+        assert started(99.0) == started(0.9) == 4e6  # with the spare row
+        return
+    with pytest.raises(InputError, match="values of the data, which decide on shapes"):
+        started(99.0)
+    monkeypatch.setattr(GraphDensity, "check_sites", lambda *_: None)
+    assert (started(0.9), started(99.0)) == (0.0, 1e6)
 
 
 def _enlarged(table: Any) -> None:
