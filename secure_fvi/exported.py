@@ -214,6 +214,11 @@ def _regular(run: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> A
     return run(_or_identity(x, infos[0] | infos[1]), *args, **kwargs)
 
 
+def _finite(run: Callable[..., Any], x: Tensor) -> Any:
+    """Of a matrix x whose singular values the gradient takes, which raises where they are none."""
+    return run(_or_identity(x, ~x.detach().isfinite().all(-1).all(-1)))
+
+
 def _cholesky_inverse(run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     return run(_or_identity(x, (x.detach().diagonal(0, -2, -1) == 0).any(-1)), *args)
 
@@ -249,6 +254,7 @@ _TOTAL: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(_words("linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex"), _unchecked),
     **dict.fromkeys(_words("_linalg_slogdet _linalg_solve_ex"), _regular),
     "_linalg_check_errors": _check_errors,
+    "_linalg_det": _finite,
     "binary_cross_entropy": _bce,
     "cholesky": _cholesky,
     "cholesky_inverse": _cholesky_inverse,
@@ -559,7 +565,8 @@ def _read(content: bytes, schema: Schema, checked: bool) -> Program:
 
 
 def _check(program: Program, schema: Schema, dtype: torch.dtype) -> None:
-    """The graphs run on made data of two sizes, and all that they give has the layout's shapes and the run's type."""
+    """The graphs run on made data of three sizes, one record as it is alone among them, and all that they give has the
+    layout's shapes and the run's type."""
     layout, cpu = program.layout, torch.device("cpu")
     theta = dict(layout.theta)
     sizes = [layout.size(role) for role in _ROLES]
@@ -575,7 +582,7 @@ def _check(program: Program, schema: Schema, dtype: torch.dtype) -> None:
         )
 
     _need(agreed(flatten_start(program.start, layout), start_shapes(2)), "a start of other shapes than the layout's")
-    for records in (2, 3):
+    for records in (1, 2, 3):
         rows = schema.dummy_rows(records)
         data = [rows[n] for n in sorted(rows)]
         _need(program.recentre.inputs == len(data), "a start of other data")

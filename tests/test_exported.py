@@ -544,6 +544,20 @@ def test_a_graph_that_takes_too_long_on_made_data_is_refused(content: bytes, mon
         read_program(content, LINE)
 
 
+def test_a_graph_runs_on_one_record_before_a_silo_runs_it(content: bytes) -> None:
+    """As it does where records are alone: in the process that tries it, what ends a process ends that one. The control:
+    of what there is of one record too."""
+
+    def picks(row: int) -> Callable[[Any], None]:
+        return lambda t: t["evaluate"]["nodes"].append(
+            ["aten.select.int", [{"at": t["evaluate"]["inputs"] - 1}, 0, row], {}]
+        )
+
+    assert read_program(altered(content, picks(0)), LINE)
+    with pytest.raises(InputError, match=r"not valid \(IndexError\)"):
+        read_program(altered(content, picks(1)), LINE)
+
+
 def test_sizes_stay_bounded_on_a_silos_own_rows(content: bytes) -> None:
     """Squared in turn, the number of rows less two is 0 or 1 on made data."""
 

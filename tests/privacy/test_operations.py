@@ -98,6 +98,7 @@ def _by_hand() -> dict[str, Call]:
     whole = torch.arange(6)
     args: dict[str, list[Any]] = {name: [x] for name in ("argsort", "square", "isfinite", "lift_fresh_copy", "zero_")}
     args |= {name: [x, x + 1] for name in ("_euclidean_dist", "cdist", "cross", "copy_")}
+    args["_linalg_det"] = [x[:3] + torch.eye(3)]  # of samples' first, of one row, no gradient raises
     pairs = ("bitwise_or.Tensor", "bitwise_xor.Tensor", "floor_divide", "remainder.Tensor", "fmod.Tensor")
     args |= {name: [whole, whole + 1] for name in pairs}
     named: dict[str, Call] = {
@@ -375,10 +376,9 @@ def test_no_value_makes_an_operation_of_a_graph_raise(times: int) -> None:
 
 
 def test_gradients_that_raise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: PyTorch's own, which solve by a matrix that is singular."""
-    some = {
-        name: known for name, known in calls().items() if name.split(".")[1] in ("_linalg_slogdet", "_linalg_solve_ex")
-    }
+    """The control: PyTorch's own, which solve by a matrix that is singular, or take singular values of what is none."""
+    of = ("_linalg_slogdet", "_linalg_solve_ex", "_linalg_det")
+    some = {name: known for name, known in calls().items() if name.split(".")[1] in of}
     monkeypatch.setattr(sys.modules[__name__], "calls", lambda: some)
     monkeypatch.setattr("secure_fvi.exported._or_identity", lambda x, fails: x)
     assert {line.split(":")[0] for line in _raises(1)} == set(some)
