@@ -33,11 +33,11 @@ def open_witness(home: Home) -> Witness:
 class World:
     """Folders below `root`, one of each site. All share one clock, at `NOW`."""
 
-    def __init__(self, root: Path, holder: bool = False) -> None:
-        """Opened, or made where there is none. holder: with the key holder 'escrow'."""
+    def __init__(self, root: Path, holder: bool = False, west: bool = False) -> None:
+        """Opened, or made where there is none. holder: with the key holder 'escrow'. west: with a fourth silo."""
         self.root = root
-        sites = {**SITES, "escrow": "holder"} if holder or (root / "escrow").exists() else SITES
-        made = (root / "hub").exists()
+        made, more = (root / "hub").exists(), {"escrow": ("holder", holder), "west": ("silo", west)}
+        sites = SITES | {name: role for name, (role, asked) in more.items() if asked or (root / name).exists()}
         self.homes = {n: Home(root / n) if made else self.new_home(n, role) for n, role in sites.items()}
         self.roster: ConsortiumRoster | None = self.homes["hub"].roster(NOW) if made else None
 
@@ -106,9 +106,9 @@ class World:
             self.put_in_force(home, now)
 
 
-def new_world(root: Path, holder: bool = False) -> World:
+def new_world(root: Path, holder: bool = False, west: bool = False) -> World:
     """A whole consortium: a signed roster, accepted by all."""
-    world = World(root, holder)
+    world = World(root, holder, west)
     world.distribute(world.write())
     return world
 

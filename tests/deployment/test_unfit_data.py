@@ -4,7 +4,7 @@ answered to its end, and the site's own people are told. The server is a lying o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,21 +38,29 @@ DICTIONARY = 'format = 1\n[columns.smoke]\nkind = "boolean"\nlevels = ["no", "ye
 _NOISE = {"epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
 PRIVACY = {unit: {"unit": unit, **_NOISE} for unit in ("record", "silo")}
 SFVI = {"name": "sfvi", "iterations": 3, "family": "diagonal"}
+MASKED = {"aggregation": {"kind": "masked"}}
+FLOORS = {
+    "dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.001,
+    "units": ["record", "silo"], "noise": ["distributed", "silo", "server"],
+}  # fmt: skip
 
 
 class Study:
     """Three sites, each with a table of 20 children; east's may be spoilt."""
 
-    def __init__(self, world: World, folder: Path, privacy: Any, algorithm: Any = SFVI, **rule: Any) -> None:
+    def __init__(
+        self, world: World, folder: Path, privacy: Any, algorithm: Any = SFVI, tables: Any = MASKED,
+        silos: Sequence[str] = SILOS, **rule: Any,
+    ) -> None:  # fmt: skip
+        """tables: more of the job's."""
         folder.mkdir()
         self.world, self.home = world, world.homes["east"]
-        silos = [{"id": name, "data": "own.csv"} for name in SILOS]
         self.job = Job(
-            world, folder, allow=False, partition=None, silo=silos, algorithm=algorithm, privacy=privacy,
-            aggregation={"kind": "masked"},
+            world, folder, allow=False, partition=None, silo=[{"id": name, "data": "own.csv"} for name in silos],
+            algorithm=algorithm, privacy=privacy, **{**MASKED, **tables},
         )  # fmt: skip
         records = program("six-cities").load().records
-        for at, name in enumerate(SILOS):
+        for at, name in enumerate(silos):
             rows = [
                 ["no", "yes"][int(records["smoke"][i])] + "," + ",".join(str(int(v)) for v in records["wheeze"][i])
                 for i in range(at, 537, 27)
@@ -64,10 +72,9 @@ class Study:
         self.table = self.home.path / "own.csv"
 
     def allow(self, name: str, **rule: Any) -> None:
-        noise = {"dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.001}
-        units = {"units": ["record", "silo"], "noise": ["distributed", "silo", "server"]}
-        listed = ["sampled_records", "objective", "adaptive_clipping"]
-        self.job.allow(name, data=[{"id": "data", **rule}], privacy={**noise, **units}, disclosures=listed)
+        listed = ["sampled_records", "objective", "adaptive_clipping", "changing_cohorts", "final_likelihood"]
+        lacking = {"max_missing": 1, "max_differences": 9}
+        self.job.allow(name, data=[{"id": "data", **rule}], privacy=FLOORS, disclosures=listed, **lacking)
 
     def join(self) -> None:
         """East alone is offered the job."""
