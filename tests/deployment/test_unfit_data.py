@@ -27,6 +27,7 @@ from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, End
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
+from secure_fvi.disclosure import DISCLOSURES
 from secure_fvi.errors import DataError, PolicyError
 from secure_fvi.models.base import program
 from secure_fvi.privacy import gate
@@ -72,7 +73,7 @@ class Study:
         self.table = self.home.path / "own.csv"
 
     def allow(self, name: str, **rule: Any) -> None:
-        listed = ["sampled_records", "objective", "adaptive_clipping", "changing_cohorts", "final_likelihood"]
+        listed = [name for name in DISCLOSURES if name != "exact_counts"]
         lacking = {"max_missing": 1, "max_differences": 9}
         self.job.allow(name, data=[{"id": "data", **rule}], privacy=FLOORS, disclosures=listed, **lacking)
 
