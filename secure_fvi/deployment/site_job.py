@@ -40,6 +40,7 @@ from secure_fvi.building import (
     build_problem,
     declared_job,
     derived_secret,
+    device_named,
     silo_secret,
     strong_enough,
     warn_of_large_delta,
@@ -152,9 +153,11 @@ class SiteJob:
         Under differential privacy data that do not fit end no job, since that would tell of them without noise or
         charge: see `_records`, and `Unfit` for what the site itself is told."""
         self.home, self.decision, self._tell, self._local = home, decision, tell, local
-        self._chosen = chosen(decision.offer.config)
-        check_supported(decision.offer.config)
-        self.disclosed = disclose(*self._chosen, len(decision.offer.silos))
+        with _of_the_job():
+            self._chosen = chosen(decision.offer.config)
+            check_supported(decision.offer.config)
+            self.disclosed = disclose(*self._chosen, len(decision.offer.silos))
+            device_named(decision.offer.config.run.device)
         self.folder = job_folder(home, decision.offer.job)
         make_private(self.folder)
         self._privacy, self.unfit = self._chosen[2], Unfit(self.folder, home.id, decision.offer.data_set)
@@ -202,10 +205,9 @@ class SiteJob:
 
     def _agree(self, aggregation: SecureSum, algorithm: Any, records: int) -> None:
         """On the terms of the program, and open the ledger for them."""
-        terms, self.disclosed = (
-            self.program.terms,
-            self.disclosed.of_program(self.program.tables, self.program.terms, aggregation),
-        )
+        terms = self.program.terms
+        with _of_the_job():
+            self.disclosed = self.disclosed.of_program(self.program.tables, terms, aggregation)
         check_terms(terms, self.decision.policy)
         warn_of_large_delta(terms, {self.home.id: records})
         self.guards = self._guards(algorithm.name, NoiseSource(None))
@@ -774,8 +776,8 @@ def _of_data(silo: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_the_job() -> Iterator[None]:
-    """What an algorithm says of options and a model that do not go together follows from the offer and from names and
-    types of columns, which the server is told."""
+    """What is said of options that do not go together, with a model or with this machine, follows from the offer and
+    from names and types of columns, which the server is told."""
     try:
         yield
     except DataError:

@@ -1154,3 +1154,28 @@ def test_a_job_takes_no_more_threads_than_a_site_has(
         assert isinstance(site._job, SiteJob)
         assert site._job.threads == used
         site.close()
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"aggregation": {"kind": "homomorphic", "scheme": "ckks"}}, "too large for exact totals by CKKS"),
+        ({"run": {"compile": False, "device": "cuda:99"}}, "device 'cuda:99': PyTorch finds"),
+    ],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_options_that_do_not_go_together_are_no_fault_of_a_sites_data(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any], words: str, named: bool
+) -> None:
+    """A server hears which they are. The control takes what is said of them for what is said of anything else, and
+    blames the site's data."""
+    if not named:
+        monkeypatch.setattr(site_job, "_of_the_job", nullcontext)
+    job, hub = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 3}, **tables), world.homes["hub"]
+    job.allow("east", aggregations=["masked", "homomorphic-unmasked"])
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+    with closing(Site(world.homes["east"], Local())) as site:
+        countersigned(hub, site)
+        _, told = answered(site.handle, offer.job, JOIN + sign_offer(offer, hub.identity()))
+    assert (words.encode() in told) == named
+    assert (DataError.TOLD.encode() in told) != named
