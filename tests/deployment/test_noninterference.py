@@ -424,7 +424,9 @@ def children(privacy: Any, algorithm: Any = SFVI, first: Change = list, **tables
             study.job.allow("escrow")
             for name in (*silos, "escrow"):
                 policy = world.homes[name].policy_file
-                policy.write_text(policy.read_text().replace('["homomorphic"]', '["homomorphic-unmasked"]'))
+                policy.write_text(
+                    policy.read_text().replace('["homomorphic"]', '["homomorphic", "homomorphic-unmasked"]')
+                )
         study.table.write_text("\n".join(first(study.table.read_text().splitlines())) + "\n")
         return study.job, study.table
 
@@ -580,6 +582,9 @@ FOUR = (children(None, SIX, **LACKING),)
 #: of its rows are used, `cohorts.json` has no digest of them.
 ITS_OWN = ("log of east", "world/east/state/jobs/ID/unfit")
 LOG = "world/east/audit-log.sqlite"
+VCL: dict[str, Any] = {"name": "vcl", "reveal_changes": True}
+PLAIN_SUMS = {"aggregation": {"kind": "plain"}}
+TERMS = ("from east, R",)
 AT_NORTH = ("log of north", "world/north/state/jobs/ID/unfit")
 STEPS = {**PVI, "private": "steps", "sampling_rate": 0.5, "scale_rate": 0.2}
 FAR = another(1, ("1e300", "1e300"))
@@ -660,6 +665,10 @@ CASES = {
     ),
     "a norm that adapts": Case((children({**PRIVACY["silo"], "target_quantile": 0.5}),), gone),
     "noise of the server's": Case((children({**PRIVACY["record"], "noise": "server"}),), gone),
+    # In plain sums the server has each term.
+    "vcl": Case((children(None, VCL, **PLAIN_SUMS),), another(2), besides=TERMS),
+    "streaming": Case((children(None, {**VCL, "name": "streaming-vb"}, **PLAIN_SUMS),), another(2), besides=TERMS),
+    "ciphertexts": Case((children(PRIVACY["record"], aggregation={"kind": "homomorphic"}),), gone, holder=True),
     "ciphertexts, no masks": Case(
         (children(None, aggregation={"kind": "homomorphic", "masks": False}),), another(1), holder=True
     ),
