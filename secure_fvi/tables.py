@@ -58,8 +58,11 @@ _FUNCTIONS = {"unnest", "range", "generate_series"}
 #: look at DuckDB, the clock's, and those of its macros that are plain expressions. A file's macros are none of these.
 _CONSISTENT = """SELECT function_name FROM duckdb_functions() WHERE internal AND NOT starts_with(function_name, '__')
     AND function_type IN ('scalar', 'aggregate', 'window') AND coalesce(stability, 'CONSISTENT') = 'CONSISTENT'"""
-_OF_A_ROW = """SELECT function_name FROM duckdb_functions() WHERE internal AND function_name <> 'unnest'
-    GROUP BY ALL HAVING bool_and(function_type = 'scalar')"""
+#: Those that make one value of a row's: the macros of a list's elements too, and what there is in place of a table as
+#: well.
+_OF_A_ROW = """SELECT function_name FROM duckdb_functions() WHERE internal AND function_name <> 'unnest' GROUP BY ALL
+    HAVING bool_or(function_type = 'scalar') AND bool_and(function_type IN ('scalar', 'table'))
+    OR bool_and(function_type = 'macro') AND regexp_matches(function_name, '^(list|array)_')"""
 _OF_ITSELF = {"version", "json_serialize_plan"}
 _CLOCK = {"current_date", "get_current_time", "get_current_timestamp", "now", "today", "transaction_timestamp"}
 _MACROS = {
@@ -705,7 +708,8 @@ def opened(
         types = {row[0]: str(row[1]) for row in described}
         aliases = ", ".join(f"c{i}" for i in range(len(described)))
         if spoilt:
-            inner = _tried(connection, tree)
+            cells = ", ".join(_without_least(f"c{i}", kind) for i, kind in enumerate(types.values()))
+            inner = f"SELECT {cells} FROM (\n{_tried(connection, tree)}\n) AS tried({aliases})"
             connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)")
         if _united(tree):
             inner = f"SELECT * FROM (\n{inner}\n) ORDER BY ALL"
@@ -907,8 +911,10 @@ def _tried(connection: duckdb.DuckDBPyConnection, tree: Any) -> str:
             made[given] = [named, *others]
         for name in _TRUTHS & made.keys():
             made[name] = truth(made[name])
-        for name in ("function",) if part.get("type") == "TABLE_FUNCTION" else ("lhs",) if kind == "LAMBDA" else ():
-            made[name] = part[name]  # of a table, and names of parameters
+        if kind == "LAMBDA":
+            made["lhs"] = part["lhs"]  # names of parameters
+        if part.get("type") == "TABLE_FUNCTION":
+            return _tabled(part, *held["function"]), False
         if kind == "FUNCTION" and may:
             may = part["function_name"].lower() in alone
         compared = kind in ("COMPARISON", "BETWEEN") and (not joined or _fixed(part))
@@ -916,7 +922,84 @@ def _tried(connection: duckdb.DuckDBPyConnection, tree: Any) -> str:
             made = {"class": "OPERATOR", "type": "OPERATOR_TRY", "alias": part["alias"], "children": [made]}
         return made, may
 
-    return _sql(connection, tried(tree)[0])
+    return _sql(connection, _of_one_type(connection, tried(tree)[0]))
+
+
+def _tabled(part: Mapping[str, Any], function: Any, may: bool) -> dict[str, Any]:
+    """What stands in place of a table, with its `function` as it was gone through; may: whether TRY stands about that.
+    A table is nothing that can be tried: one that counts from what cells say is made of a list, which is."""
+    if not may:  # whose arguments are
+        return {**part, "function": function}
+    (bare,) = function["children"]
+    if _constant(bare):
+        return {**part, "function": bare}
+    given = "arguments" if "arguments" in bare else "children"  # of DuckDB's versions
+    one = {**bare[given][0], "expression": function} if given == "arguments" else function
+    rows = {**bare, "function_name": "unnest", given: [one]}
+    if "qualified_name" in bare:
+        rows["qualified_name"] = {**bare["qualified_name"], "path": ["unnest"]}
+    return {**part, "alias": part["alias"] or bare["function_name"], "function": rows}
+
+
+#: What each WITH outside of a part of a query names.
+_Scope = tuple[Sequence[Any], ...]
+
+
+def _of_one_type(connection: duckdb.DuckDBPyConnection, part: Any, scope: _Scope = ()) -> Any:
+    """With TRY_CAST where the sides of a UNION, EXCEPT or INTERSECT have other types than it has, to which DuckDB would
+    cast them unasked: a cell that is none of those is a gap."""
+    if isinstance(part, list):
+        return [_of_one_type(connection, item, scope) for item in part]
+    if not isinstance(part, dict):
+        return part
+    known = list[Any]()
+    for entry in (part.get("cte_map") or {}).get("map") or ():
+        known = [*known, _of_one_type(connection, entry, (*scope, known))]
+    within = (*scope, known)
+    made = {key: _of_one_type(connection, value, within) for key, value in part.items() if key != "cte_map"}
+    if "cte_map" in part:
+        made["cte_map"] = {**part["cte_map"], "map": known}
+    if part.get("type") != "SET_OPERATION_NODE" or (whole := _described(connection, made, scope)) is None:
+        return made
+    for name in ("children",) if "children" in made else ("left", "right"):  # of DuckDB's versions
+        sides = made[name] if name == "children" else [made[name]]
+        cast = [_side(connection, side, part["setop_type"], whole, within) for side in sides]
+        made[name] = cast if name == "children" else cast[0]
+    return made
+
+
+def _side(
+    connection: duckdb.DuckDBPyConnection, side: Any, how: str, whole: Sequence[tuple[str, str]], scope: _Scope
+) -> Any:
+    """One side of a set operation, whose columns are `whole`, in the types of these."""
+    own = _described(connection, side, scope)
+    if own is None:
+        return side
+    by_name = {name.lower(): kind for name, kind in whole}
+    kinds = [by_name[name.lower()] for name, _ in own] if "NAME" in how else [kind for _, kind in whole]
+    if kinds == [kind for _, kind in own]:
+        return side
+    of_side = [(f"c{i}", identifier(name), kind) for i, ((name, _), kind) in enumerate(zip(own, kinds, strict=True))]
+    cells = ", ".join(f"TRY_CAST({cell} AS {kind}) AS {name}" for cell, name, kind in of_side)
+    asked = _syntax(connection, f"SELECT {cells} FROM (SELECT 1) AS side({', '.join(cell for cell, *_ in of_side)})")
+    cast = asked["statements"][0]["node"]
+    cast["from_table"]["subquery"]["node"] = side
+    return cast
+
+
+def _described(connection: duckdb.DuckDBPyConnection, part: Any, scope: _Scope) -> list[tuple[str, str]] | None:
+    """Names and types of the columns of a part of a query; None of one that has no meaning by itself, such as one that
+    looks at the row outside."""
+    whole = part
+    for known in reversed([known for known in scope if known]):
+        outside = _syntax(connection, "SELECT * FROM (SELECT 1) AS part")["statements"][0]["node"]
+        outside["from_table"]["subquery"]["node"] = whole
+        whole = {**outside, "cte_map": {"map": known}}
+    try:
+        text = _sql(connection, {"error": False, "statements": [{"node": whole}]})
+        return [(row[0], str(row[1])) for row in connection.execute(f"DESCRIBE {text}").fetchall()]
+    except _duckdb().Error:
+        return None
 
 
 def _united(tree: Any) -> bool:
@@ -928,7 +1011,12 @@ def _fixed(comparison: Mapping[str, Any]) -> bool:
     """Whether a side of it is the same in all rows: others may be what tables are joined by, which DuckDB does not do
     quickly by what is tried."""
     sides = [comparison[side] for side in ("left", "right", "lower", "upper") if side in comparison]
-    return any(all(part.get("class") != "COLUMN_REF" for part in _parts(side)) for side in sides)
+    return any(map(_constant, sides))
+
+
+def _constant(tree: Any) -> bool:
+    """Whether it names no column."""
+    return all(part.get("class") != "COLUMN_REF" for part in _parts(tree))
 
 
 def _unordered(part: Mapping[str, Any]) -> str:
@@ -1057,16 +1145,20 @@ def _let_in(
 
 def _by_cells(connection: duckdb.DuckDBPyConnection, where: str) -> str:
     """A Parquet file with the columns of which one cell takes no other away, as its schema alone says. What is no UTF-8
-    has '?' in its place; the least moment of 64 bits, on which DuckDB's casts fail whatever is tried, is a gap."""
+    has '?' in its place, and the least moment is a gap."""
     kept = [
-        f"CASE WHEN {said} >= '-infinity'::{kind} THEN {said} END AS {said}" if kind.startswith("TIMESTAMP") else said
-        for name, kind, checked in _columns_of(connection, where)
-        if not checked
-        for said in [identifier(name)]
+        _without_least(identifier(name), kind) for name, kind, checked in _columns_of(connection, where) if not checked
     ]
     if not kept:
         raise DataError(f"no column of it is one{_UNREAD}")
     return f"(SELECT {', '.join(kept)} FROM {_PARQUET.format(where)})"
+
+
+def _without_least(cell: str, kind: str) -> str:
+    """SQL for a cell; NULL for the least moment of 64 bits, on which DuckDB's casts fail whatever is tried."""
+    return (
+        f"CASE WHEN {cell} >= '-infinity'::{kind} THEN {cell} END AS {cell}" if kind.startswith("TIMESTAMP") else cell
+    )
 
 
 def _columns_of(connection: duckdb.DuckDBPyConnection, where: str) -> list[tuple[str, str, bool]]:
