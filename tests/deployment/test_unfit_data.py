@@ -17,6 +17,7 @@ from deployment_world import NOW, World
 from fuzzing import Opened, opened_job
 from safetensors.torch import save
 
+from secure_fvi import tables
 from secure_fvi.aggregation.base import carry
 from secure_fvi.cli import cli
 from secure_fvi.deployment import site as site_of
@@ -202,6 +203,23 @@ def test_of_one_record_that_does_not_fit_a_server_is_told_as_of_any(
     assert "the job goes on without the records that cannot be read" in said
     assert why in caplog.text
     assert line not in said + caplog.text
+
+
+@pytest.mark.parametrize("tried", [True, False])
+def test_a_cell_of_which_a_query_makes_no_row_is_one_record_less(
+    world: World, tmp_path: Path, right: dict[str, Seen], monkeypatch: pytest.MonkeyPatch, tried: bool
+) -> None:
+    """A cast where a function stands in place of a table. The control leaves that as it is written, as it once was: the
+    sum before noise is over no records, which is 2.5 clipping norms and more from that of all but one."""
+    query = 'SELECT data.* FROM data, unnest([CAST("wheeze[0]" AS INTEGER)]) u(seen) WHERE seen >= 0'
+    study = Study(world, tmp_path / "job", PRIVACY["record"], query=query)
+    study.spoil("no,x,0,0,0")
+    if not tried:
+        monkeypatch.setattr(tables, "_tabled", lambda part, function, may: part)
+    one, other = right["record"].sums[0], ran(study).sums[0]
+    assert (0 < float((one - other).norm()) <= 1 + 1e-9) is tried
+    assert bool(other.any()) is tried
+    assert float(one.norm()) > 2.5
 
 
 def test_of_data_that_cannot_be_used_there_is_noise(world: World, tmp_path: Path, right: dict[str, Seen]) -> None:
