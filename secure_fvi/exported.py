@@ -745,21 +745,21 @@ def _unseen() -> Iterator[None]:
 
 
 def _keeps_apart(func: Callable[..., Any], given: Sequence[Any], form: Any) -> bool:
-    """Whether, mapped over records, none moves a bit of another's, by each choice of tensors that have a row a record.
-    What fails for one record too is found where the program is mapped; what fails for several alone takes their number
-    for that of an axis, and mixes where an axis is as long."""
+    """Whether, mapped over records, each has what it has alone and none moves a bit of another's, by each choice of
+    tensors that have a row a record. What fails for one record too is found where the program is mapped; what fails for
+    several alone takes their number for that of an axis, and mixes where an axis is as long."""
     places = [i for i, value in enumerate(given) if isinstance(value, Tensor)]
     counts = range(1, len(places) + 1) if len(places) <= _ALL_CHOICES else (1, len(places))
     chosen = [c for n in counts for c in itertools.combinations(places, n)]
 
-    def results(rows: Mapping[int, Tensor]) -> list[Tensor]:
-        def run(*mapped: Tensor) -> tuple[Tensor, ...]:
-            one = dict(zip(rows, mapped, strict=True))
-            values = [one.get(i, v.clone() if isinstance(v, Tensor) else v) for i, v in enumerate(given)]
-            args, kwargs = tree_unflatten(values, form)
-            return tuple(_tensors([func(*args, **kwargs)]))
+    def alone(row: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
+        values = [row.get(i, v).clone() if isinstance(v, Tensor) else v for i, v in enumerate(given)]
+        args, kwargs = tree_unflatten(values, form)
+        return tuple(_tensors([func(*args, **kwargs)]))
 
-        return list(torch.func.vmap(run)(*(value.clone() for value in rows.values())))
+    def results(rows: Mapping[int, Tensor]) -> list[Tensor]:
+        mapped = torch.func.vmap(lambda *row: alone(dict(zip(rows, row, strict=True))))
+        return list(mapped(*(value.clone() for value in rows.values())))
 
     for of in chosen:
         rows = {i: _rows_like(given[i], i) for i in of}
@@ -770,6 +770,11 @@ def _keeps_apart(func: Callable[..., Any], given: Sequence[Any], form: Any) -> b
                 results({i: value[:1] for i, value in rows.items()})
                 return False
             continue
+        for at in range(_TRIED):
+            with contextlib.suppress(Exception):
+                own = alone({i: value[at] for i, value in rows.items()})
+                if not all(_same_number(a[at], b) for a, b in zip(found, own, strict=True)):
+                    return False
         for whole in (False, True):  # a changed place may be one that there is not
             with contextlib.suppress(Exception):
                 others = results({i: _last_changed(value, whole) for i, value in rows.items()})
@@ -795,6 +800,12 @@ def _last_changed(rows: Tensor, whole: bool) -> Tensor:
     elif whole:
         rows[-1] = ~rows[-1] if rows.dtype == torch.bool else (rows[-1] == 0).to(rows)
     return rows
+
+
+def _same_number(one: Tensor, other: Tensor) -> bool:
+    """But for how it is rounded."""
+    near = 1e-3 if one.dtype in (torch.float32, torch.complex64) else 1e-8
+    return one.shape == other.shape and torch.allclose(one, other, near, near, equal_nan=True)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -30,8 +30,10 @@ from secure_fvi.exported import (
     _INSTEAD,
     _PURE,
     TensorGraph,
+    _keeps_apart,
     _Node,
     _Ref,
+    _unseen,
     operation,
     untested_operations,
 )
@@ -275,7 +277,7 @@ def test_an_operation_that_mixes_is_found() -> None:
 
 
 ONE, THREE = torch.tensor(0.3, dtype=torch.float64), torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)
-NINE = THREE.outer(THREE)
+NINE, TWO = THREE.outer(THREE), torch.tensor(2)
 
 
 @pytest.mark.parametrize(
@@ -285,16 +287,30 @@ NINE = THREE.outer(THREE)
         (lambda: aten._euclidean_dist(THREE, NINE), lambda: aten._euclidean_dist(NINE, NINE)),
         (lambda: aten.smooth_l1_loss(ONE, THREE[:1], 1), lambda: aten.smooth_l1_loss(THREE, THREE, 1)),
         (lambda: aten.mse_loss(NINE, ONE, 2), lambda: aten.mse_loss(NINE, NINE, 2)),
+        (lambda: aten.any.dims(THREE, []), lambda: aten.any.dims(THREE, [0])),
+        (lambda: aten.index_select(THREE, 0, TWO), lambda: aten.index_select(THREE, 0, TWO[None])),
     ],
-    ids=["roll", "_euclidean_dist", "smooth_l1_loss", "mse_loss"],
+    ids=["roll", "_euclidean_dist", "smooth_l1_loss", "mse_loss", "any", "index_select"],
 )  # fmt: skip
 def test_a_call_that_mixes_records_is_found(call: Any, proper: Any, request: pytest.FixtureRequest) -> None:
     """As no sample calls it: of tensors without an axis, or of several numbers of them, or where so many records as
-    an axis is long would be taken for it. The control: as the samples have it."""
+    an axis is long would be taken for it; or that gives records other numbers than each has alone. The control: as the
+    samples have it."""
     found = untested_operations(call)
     assert found == [f"{request.node.callspec.id} (as it is called)"]
     assert untested_operations(call) == found  # also of a call that is known
     assert untested_operations(proper) == []
+
+
+@pytest.mark.parametrize("most", [1, pytest.param(CALLS, marks=pytest.mark.slow)])
+def test_no_call_of_the_samples_is_taken_for_one_that_mixes(most: int) -> None:
+    def kept(name: str, call: Call) -> bool:
+        packet, overload = name.split(".")[1:]
+        given, form = tree_flatten(call)
+        return _keeps_apart(getattr(getattr(aten, packet), overload), given, form)
+
+    with threads(1), _unseen():
+        assert not [name for name, known in calls().items() if not all(kept(name, call) for call in known[:most])]
 
 
 @pytest.mark.parametrize("of", [ONE, THREE], ids=["mixes", "control"])
