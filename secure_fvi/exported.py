@@ -60,7 +60,8 @@ def _words(text: str) -> frozenset[str]:
 #: Not among them, with reason: in-place and `out=` forms, `empty` (it shows old memory), `as_strided` (it reads around
 #: its argument), `linalg_matrix_exp` (its time follows from values), `linalg_lu_solve` and `native_group_norm` (they
 #: believe the sizes and places that they are told), `from_file`, random numbers,
-#: `index_fill` (mapped over records it writes all of them into one buffer), `linalg_eigh`
+#: `index_fill` (mapped over records it writes all of them into one buffer), `roll` (of a number it rolls the records,
+#: which shows where it is by no multiple of how many there are), `linalg_eigh`
 #: (it raises where it does not converge), and whatever is new in another version of PyTorch. A test maps each over
 #: records, and changes, moves and spoils one of them (tests/privacy/test_operations.py).
 _PURE = _words(
@@ -79,7 +80,7 @@ _PURE = _words(
     logical_or logical_xor logit logspace logsumexp lt masked_fill masked_scatter max max_pool2d_with_indices
     maximum mean median min minimum mish mm mode mse_loss mul mv mvlgamma nan_to_num
     native_layer_norm ne neg new_full new_ones new_zeros nextafter nonzero_static norm ones ones_like permute
-    polar polygamma pow prod rad2deg reciprocal relu remainder repeat roll round rsqrt rsub scalar_tensor
+    polar polygamma pow prod rad2deg reciprocal relu remainder repeat round rsqrt rsub scalar_tensor
     scatter scatter_add scatter_reduce select select_scatter sgn sigmoid sign signbit silu sin sinc sinh slice
     slice_scatter smooth_l1_loss softplus softshrink sort special_bessel_j0 special_bessel_j1 special_entr
     special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py special_zeta
@@ -721,7 +722,7 @@ _OLD_MEMORY = _words("empty empty_like new_empty new_empty_strided")
 
 def _mixing(seen: _Seen) -> Iterator[str]:
     """Operations that do not keep records apart as they were called. A rule by which PyTorch maps one may be right for
-    all that it is tested with, and take the records for an axis of a tensor that has none: `roll` of a number."""
+    all that it is tested with, and take the records for an axis of a tensor that has none."""
     for key, (func, given, form) in seen.calls.items():
         name = _packet(func._overloadpacket)
         if key not in _apart:
@@ -788,8 +789,8 @@ def _rows_like(value: Tensor, seed: int) -> Tensor:
     rows = value.expand(_TRIED, *value.shape).clone()
     if not value.is_floating_point():
         return rows
-    noise = torch.rand(rows.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return rows * (1 - 1e-3 * noise).to(rows)
+    less = (0.37 * seed + 0.618034 * torch.arange(rows.numel(), dtype=torch.float64)).frac().reshape(rows.shape)
+    return rows * (1 - 1e-3 * less).to(rows)  # drawn it would not be, within a function that is mapped
 
 
 def _last_changed(rows: Tensor, whole: bool) -> Tensor:

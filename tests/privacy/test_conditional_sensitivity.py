@@ -181,29 +181,30 @@ def test_a_record_moves_each_release_by_at_most_the_norm(make: Any, algorithm: A
 
 
 def _rolls(y: Tensor) -> None:
-    """A record's number less itself, as long as the records are no axis of it."""
+    """A record's number less itself, as long as the records are no axis of it. Four records, with which calls are
+    tried, come back to their places by each of these."""
     mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
     with pyro.plate("row", len(y)):
-        nothing = torch.stack([y[0].roll(-k) - y[0] for k in range(1, 20)]).sum()
+        nothing = torch.stack([y[0].roll(-k) - y[0] for k in range(4, 60, 4)]).sum()
         pyro.sample("y", dist.Normal(mean + nothing, 1.0), obs=y)
 
 
 def make_rolls() -> Conjugate:
     rng = torch.Generator().manual_seed(5)
-    silos = [{"y": torch.randn(20, generator=rng)} for _ in range(3)]
+    silos = [{"y": torch.randn(80, generator=rng)} for _ in range(3)]
     return Conjugate(sf.FederatedModel(_rolls, "row"), silos, {}, {})
 
 
-@pytest.mark.filterwarnings("ignore:the model uses roll .as it is called:secure_fvi.errors.SecureFVIWarning")
+@pytest.mark.filterwarnings("ignore:the model uses roll:secure_fvi.errors.SecureFVIWarning")
 def test_an_operation_that_mixes_records_as_it_is_called_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch maps `roll` of a number by rolling the records, and of what its samples have rightly. The control goes by
-    the list of operations alone, as was shipped: with 150 such calls a release moved by 69 C."""
+    """PyTorch maps `roll` of a number by rolling the records, and of what its samples have rightly. The control has it
+    in the list of operations, as was shipped, and tries each call."""
 
     def build(changed: bool) -> Parties:
         return record_world(make_rolls, sf.SFVI(iterations=3, learning_rate=0.1), 30.0, changed)
 
     assert 0.3 < gaps(build, 3).max() <= 1 + 1e-9
-    monkeypatch.setattr(exported, "_mixing", lambda seen: ())
+    monkeypatch.setattr(exported, "_PURE", exported._PURE | {"roll"})
     assert gaps(build, 3).max() > 2
 
 
