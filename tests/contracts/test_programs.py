@@ -1354,9 +1354,12 @@ def tensors_from_outside(x: Tensor, y: Tensor) -> None:
     _observe(y, _level() + x @ _OUTSIDE + _net(x)[:, 0].detach())
 
 
+_updated_net = torch.nn.Linear(3, 1)  # its own: Pyro writes into it
+
+
 @good(WIDE)
 def module(x: Tensor, y: Tensor) -> None:
-    net = pyro.module("net", _net, update_module_params=True)
+    net = pyro.module("net", _updated_net, update_module_params=True)
     _observe(y, _level() + net(x)[..., 0])
 
 
