@@ -665,13 +665,16 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._called.add(func._overloadpacket)
-        given, form = tree_flatten((args, kwargs or {}))
+        if self._calls:
+            self._note(func, *tree_flatten((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, given: Sequence[Any], form: Any) -> None:
         key = str(func), str(form), *map(_kind, given)
-        if self._calls and key not in self.calls:
+        if key not in self.calls:
             known = key in _apart
             copies = [] if known else [v.detach().clone() if isinstance(v, Tensor) else v for v in given]
             self.calls[key] = func, copies, form
-        return func(*args, **(kwargs or {}))
 
     @property
     def packets(self) -> set[str]:

@@ -852,18 +852,16 @@ def _check_query(connection: duckdb.DuckDBPyConnection, tree: Any, known: Iterab
 def _check_names(connection: duckdb.DuckDBPyConnection, tree: Any) -> None:
     """Raise InputError where a SELECT of a query that was looked through (`_check_query`) has two columns of one name:
     whoever reads from it gets the first, without a word."""
-    duckdb = _duckdb()
     top = tree["statements"][0]["node"]
     outer = (top.get("cte_map") or {}).get("map") or []
     for part in _parts(top):
         if part.get("type") not in ("SELECT_NODE", "SET_OPERATION_NODE"):
             continue
         own = [] if part is top else (part.get("cte_map") or {}).get("map") or []
-        whole = {"error": False, "statements": [{"node": part | {"cte_map": {"map": [*outer, *own]}}}]}
-        try:
-            names = [row[0] for row in connection.execute(f"DESCRIBE {_sql(connection, whole)}").fetchall()]
-        except duckdb.Error:  # a part that has no meaning by itself, such as one that looks at the row outside
+        described = _described(connection, part | {"cte_map": {"map": [*outer, *own]}})
+        if described is None:
             continue
+        names = [name for name, _ in described]
         lower = [name.lower() for name in names]
         if twice := [name for name in names if lower.count(name.lower()) > 1]:
             name = identifier(twice[0])
@@ -871,6 +869,16 @@ def _check_names(connection: duckdb.DuckDBPyConnection, tree: Any) -> None:
                 f"two columns of the query's result, or of a part of it, have the same name '{twice[0]}': write "
                 f"* REPLACE (... AS {name}) or * EXCLUDE ({name}), join by USING, or give one another name"
             )
+
+
+def _described(connection: duckdb.DuckDBPyConnection, part: Any) -> list[tuple[str, str]] | None:
+    """Names and types of the columns of a part of a query; None of one that has no meaning by itself, such as one that
+    looks at the row outside."""
+    try:
+        text = _sql(connection, {"error": False, "statements": [{"node": part}]})
+        return [(row[0], str(row[1])) for row in connection.execute(f"DESCRIBE {text}").fetchall()]
+    except _duckdb().Error:
+        return None
 
 
 #: What of a query stands for true or false, beside parts of AND and OR.
@@ -959,7 +967,10 @@ def _of_one_type(connection: duckdb.DuckDBPyConnection, part: Any, scope: _Scope
     made = {key: _of_one_type(connection, value, within) for key, value in part.items() if key != "cte_map"}
     if "cte_map" in part:
         made["cte_map"] = {**part["cte_map"], "map": known}
-    if part.get("type") != "SET_OPERATION_NODE" or (whole := _described(connection, made, scope)) is None:
+    if part.get("type") != "SET_OPERATION_NODE":
+        return made
+    whole = _described(connection, _within(connection, made, scope))
+    if whole is None:
         return made
     for name in ("children",) if "children" in made else ("left", "right"):  # of DuckDB's versions
         sides = made[name] if name == "children" else [made[name]]
@@ -972,7 +983,7 @@ def _side(
     connection: duckdb.DuckDBPyConnection, side: Any, how: str, whole: Sequence[tuple[str, str]], scope: _Scope
 ) -> Any:
     """One side of a set operation, whose columns are `whole`, in the types of these."""
-    own = _described(connection, side, scope)
+    own = _described(connection, _within(connection, side, scope))
     if own is None:
         return side
     by_name = {name.lower(): kind for name, kind in whole}
@@ -981,25 +992,22 @@ def _side(
         return side
     of_side = [(f"c{i}", identifier(name), kind) for i, ((name, _), kind) in enumerate(zip(own, kinds, strict=True))]
     cells = ", ".join(f"TRY_CAST({cell} AS {kind}) AS {name}" for cell, name, kind in of_side)
-    asked = _syntax(connection, f"SELECT {cells} FROM (SELECT 1) AS side({', '.join(cell for cell, *_ in of_side)})")
-    cast = asked["statements"][0]["node"]
-    cast["from_table"]["subquery"]["node"] = side
-    return cast
+    names = ", ".join(cell for cell, *_ in of_side)
+    return _over(connection, f"SELECT {cells} FROM (SELECT 1) AS side({names})", side)
 
 
-def _described(connection: duckdb.DuckDBPyConnection, part: Any, scope: _Scope) -> list[tuple[str, str]] | None:
-    """Names and types of the columns of a part of a query; None of one that has no meaning by itself, such as one that
-    looks at the row outside."""
-    whole = part
+def _within(connection: duckdb.DuckDBPyConnection, part: Any, scope: _Scope) -> Any:
+    """A part of a query with what it may name of the WITHs outside of it."""
     for known in reversed([known for known in scope if known]):
-        outside = _syntax(connection, "SELECT * FROM (SELECT 1) AS part")["statements"][0]["node"]
-        outside["from_table"]["subquery"]["node"] = whole
-        whole = {**outside, "cte_map": {"map": known}}
-    try:
-        text = _sql(connection, {"error": False, "statements": [{"node": whole}]})
-        return [(row[0], str(row[1])) for row in connection.execute(f"DESCRIBE {text}").fetchall()]
-    except _duckdb().Error:
-        return None
+        part = {**_over(connection, "SELECT * FROM (SELECT 1) AS part", part), "cte_map": {"map": known}}
+    return part
+
+
+def _over(connection: duckdb.DuckDBPyConnection, query: str, part: Any) -> Any:
+    """A query, with a part of another in place of what it selects from."""
+    made = _syntax(connection, query)["statements"][0]["node"]
+    made["from_table"]["subquery"]["node"] = part
+    return made
 
 
 def _united(tree: Any) -> bool:

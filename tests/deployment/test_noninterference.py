@@ -177,11 +177,8 @@ def telling(first_world: World, tmp_path: Path, few_draws: None, caplog: Any) ->
     logger = logging.getLogger("secure_fvi")
 
     def run(case: Case, changed: bool, totals: Totals, base: World) -> Seen:
-        root, said, answered = (
-            tmp_path / "x" / str(len(list(tmp_path.glob("x/*")))),
-            list[Any](),
-            stream_client.answered,
-        )
+        root, said = tmp_path / "x" / str(len(list(tmp_path.glob("x/*")))), list[Any]()
+        answered = stream_client.answered
         root.mkdir(parents=True)
         world, logs = base.copy(root / "world"), Logs(root)
 
@@ -236,36 +233,46 @@ class Ended(BaseException):
     """A process ends."""
 
 
-def _again(patch: pytest.MonkeyPatch) -> None:
-    """A silo's process that has ended is started anew."""
+def _again(patch: pytest.MonkeyPatch, when: Callable[[], bool] = lambda: True) -> None:
+    """A silo's process that has ended is started anew, if and once this is so."""
     run = Sites._run
 
     def anew(self: Sites, silo: str) -> None:
         try:
             run(self, silo)
         except Ended:
-            run(self, silo)
+            if when():
+                run(self, silo)
 
     patch.setattr(Sites, "_run", anew)
 
 
+def _dies(
+    patch: pytest.MonkeyPatch, silo: str, kind: bytes = ROUND, index: int = 2, left: Path | None = None
+) -> list[bytes]:
+    """The silo, once it has worked out an answer to such a message, of a round to that of sum `index`, and before that
+    leaves. left: where its folder is copied to then. What is returned fills when it has."""
+    handle, dead = Site.handle, list[bytes]()
+
+    def dying(self: Site, id_: str, message: bytes) -> bytes:
+        reply = handle(self, id_, message)
+        meant = self.home.id == silo and message[:1] == kind and not dead
+        if meant and (kind != ROUND or decode_broadcast(message[1:]).sum_index == index):
+            dead.append(kind)
+            if left is not None:
+                shutil.copytree(self.home.path, left)
+            raise Ended
+        return reply
+
+    patch.setattr(Site, "handle", dying)
+    return dead
+
+
 def silo_killed(kind: bytes, index: int = 2, silo: str = "east") -> Done:
-    """Once it has worked out an answer to such a message, of a round to that of sum `index`, and before that leaves;
-    what lies in its folder then is looked at as well."""
+    """As `_dies`; what lies in its folder then is looked at as well."""
 
     def done(job: Job, patch: pytest.MonkeyPatch) -> None:
-        handle, dead = Site.handle, list[bytes]()
-
-        def dying(self: Site, id_: str, message: bytes) -> bytes:
-            reply = handle(self, id_, message)
-            meant = self.home.id == silo and message[:1] == kind
-            if meant and not dead and (kind != ROUND or decode_broadcast(message[1:]).sum_index == index):
-                dead.append(kind)
-                shutil.copytree(self.home.path, job.world.root.parent / "left")
-                raise Ended
-            return reply
-
-        patch.setattr(Site, "handle", dying)
+        dead = _dies(patch, silo, kind, index, job.world.root.parent / "left")
         _again(patch)
         job.run(local=Local())
         assert dead
@@ -278,12 +285,8 @@ def charged_and_killed(job: Job, patch: pytest.MonkeyPatch, silo: str = "east") 
     handle, dead = holding.DurableSilo.handle, list[bool]()
 
     def dying(self: holding.DurableSilo, message: bytes) -> bytes:
-        if (
-            self.silo.name == silo
-            and message[:1] == ROUND
-            and not dead
-            and decode_broadcast(message[1:]).sum_index == 2
-        ):
+        meant = self.silo.name == silo and message[:1] == ROUND and not dead
+        if meant and decode_broadcast(message[1:]).sum_index == 2:
             dead.append(True)
             self.silo.handle(message)
             raise Ended
@@ -322,31 +325,14 @@ def lost(silo: str, back: int | None = None) -> Done:
     until it is there again."""
 
     def done(job: Job, patch: pytest.MonkeyPatch) -> None:
-        handle, run, dead, returns = Site.handle, Sites._run, list[bool](), threading.Event()
-
-        def dying(self: Site, id_: str, message: bytes) -> bytes:
-            reply = handle(self, id_, message)
-            meant = self.home.id == silo and message[:1] == ROUND and not dead
-            if meant and decode_broadcast(message[1:]).sum_index == 2:
-                dead.append(True)
-                raise Ended
-            return reply
-
-        def anew(self: Sites, name: str) -> None:
-            try:
-                run(self, name)
-            except Ended:
-                if back is not None:
-                    returns.wait(60)
-                    run(self, name)
+        dead, returns = _dies(patch, silo), threading.Event()
+        _again(patch, lambda: back is not None and (returns.wait(60) or True))
 
         def on_round(progress: Progress) -> None:
             if progress.round == back and not returns.is_set():
                 returns.set()
                 time.sleep(2.0)
 
-        patch.setattr(Site, "handle", dying)
-        patch.setattr(Sites, "_run", anew)
         job.run(local=Local(), on_round=on_round)
         assert dead
         assert returns.is_set() == (back is not None)
