@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -62,8 +62,7 @@ def _words(text: str) -> frozenset[str]:
 #: believe the sizes and places that they are told), `from_file`, random numbers,
 #: `index_fill` (mapped over records it writes all of them into one buffer), `roll` (of a number it rolls the records,
 #: which shows where it is by no multiple of how many there are), `linalg_eigh`
-#: (it raises where it does not converge), and whatever is new in another version of PyTorch. A test maps each over
-#: records, and changes, moves and spoils one of them (tests/privacy/test_operations.py).
+#: (it raises where it does not converge), and whatever is new in another version of PyTorch.
 _PURE = _words(
     """
     abs acos acosh add addbmm addcdiv addcmul addmm addmv addr alias all amax amin aminmax any arange argmax
@@ -91,18 +90,32 @@ _PURE = _words(
     _euclidean_dist
     """
 )
-#: What a program that runs as it is may use besides under record privacy, and its gradients, tested in the same way;
-#: and the forms of `_PURE` that write in place, which PyTorch refuses to map where records would share what is written.
-_ALSO_APART = _words(
+#: What is mapped over records under record privacy, of programs, graphs and their gradients: of `_PURE` what PyTorch
+#: tags as worked out number by number, and these, of which a word says why records stay apart. They are numbers by
+#: themselves as well; what shapes alone give a place; sums and products along an axis; a matrix a record; and places
+#: along one axis, looked at before they are read, of which the record is another axis. All else is worked out record
+#: by record: rules that lay all records' rows, places or parameters in one tensor of no more axes and count through
+#: it (the place behind a table's end, of `embedding`, is the next record's), or that go by how many axes they are
+#: given.
+_MAPPED = _words(
     """
-    _adaptive_avg_pool2d_backward _cdist_backward _local_scalar_dense _log_softmax_backward_data _reshape_alias
-    _softmax_backward_data avg_pool2d_backward binary_cross_entropy_backward convolution_backward copy_
-    diagonal_backward elu_backward embedding_dense_backward empty empty_like gelu_backward glu_backward
-    hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward
-    masked_scatter_backward max_pool2d_with_indices_backward mish_backward mse_loss_backward
-    native_layer_norm_backward new_empty new_empty_strided select_backward sigmoid_backward silu_backward
-    slice_backward smooth_l1_loss_backward softplus_backward softshrink_backward tanh_backward threshold_backward
-    tril_indices triu_indices unfold_backward upsample_nearest2d_backward zero_
+    elu_backward floor_divide gelu_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward
+    leaky_relu_backward log_sigmoid_backward log_sigmoid_forward logit_backward mish_backward sigmoid_backward
+    silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward
+
+    _linalg_check_errors _local_scalar_dense _reshape_alias _to_copy _unsafe_view alias arange cat constant_pad_nd
+    copy_ detach diag_embed diagonal diagonal_backward diagonal_scatter empty empty_like expand eye fill flip full
+    full_like lift_fresh lift_fresh_copy linspace new_empty new_empty_strided new_full new_ones new_zeros ones
+    ones_like permute repeat scalar_tensor select select_backward select_scatter slice slice_backward slice_scatter
+    split split_with_sizes squeeze stack t transpose tril tril_indices triu triu_indices unbind unsqueeze view zero_
+    zeros zeros_like
+
+    _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data all amax amin any argmax argmin cumprod
+    cumsum linalg_vector_norm logcumsumexp logsumexp max mean min prod std std_mean sum var var_mean
+
+    addmm addmv baddbmm bmm dot linalg_cholesky_ex linalg_solve_triangular mm mv trace
+
+    gather index index_add index_put index_select scatter scatter_add
     """
 )
 #: Arithmetic of sizes, which a graph holds as whole numbers.
@@ -125,16 +138,6 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _MOST_AXES = 1000
 #: Sizes and what is reckoned with them stay below this: whole numbers of Python's own grow without end.
 _MOST_SIZE = 2**53
-#: In place of ATen's own: a size as Python sees it holds under `vmap` too; a view that memory forbids becomes a copy.
-_INSTEAD: Mapping[str, Callable[..., Any]] = {
-    "aten.sym_size.int": lambda x, axis: x.shape[axis],
-    "aten.sym_numel.default": lambda x: x.numel(),
-    "aten.view.default": torch.reshape,
-    "aten._unsafe_view.default": torch.reshape,
-    "aten.copy.default": lambda to, source, non_blocking=False: source.to(to.dtype).expand_as(to),
-    "aten.lift_fresh_copy.default": lambda x: x,
-    "aten.lift_fresh.default": lambda x: x,
-}
 #: Of a run of a graph: whether an operation failed, () each. It then gives NaN, as it would else raise: a record under
 #: record privacy must not change how the others are evaluated, nor how long that takes.
 _failures: ContextVar[list[Tensor] | None] = ContextVar("failures", default=None)
@@ -157,8 +160,11 @@ def _at(run: Callable[..., Any], x: Tensor, dim: int, index: Tensor, *args: Any,
     return run(x, dim, _within(index, x.shape[dim] if x.dim() else 1), *args, **kwargs)
 
 
-def _embedding(run: Callable[..., Any], weight: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return run(weight, _within(index, weight.shape[0]), *args, **kwargs)
+def _embedding(weight: Tensor, index: Tensor, padding_idx: int = -1, by_count: bool = False, _: bool = False) -> Tensor:
+    """As places along the first axis: mapped, PyTorch's own counts through all records' tables as one."""
+    _need(not by_count, "an embedding whose gradient goes by how often a row is read")
+    found = torch.ops.aten.index(weight, [_within(index, weight.shape[0])])
+    return found if padding_idx < 0 else torch.where((index == padding_idx)[..., None], found.detach(), found)
 
 
 def _at_several(run: Callable[..., Any], x: Tensor, places: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -246,6 +252,17 @@ def _upsampled(run: Callable[..., Any], x: Tensor, size: Sequence[int], *scales:
     return run(x, size, *scales)
 
 
+#: In place of ATen's own: a size as Python sees it holds under `vmap` too; a view that memory forbids becomes a copy.
+_INSTEAD: Mapping[str, Callable[..., Any]] = {
+    "aten.sym_size.int": lambda x, axis: x.shape[axis],
+    "aten.sym_numel.default": lambda x: x.numel(),
+    "aten.view.default": torch.reshape,
+    "aten._unsafe_view.default": torch.reshape,
+    "aten.embedding.default": _embedding,
+    "aten.copy.default": lambda to, source, non_blocking=False: source.to(to.dtype).expand_as(to),
+    "aten.lift_fresh_copy.default": lambda x: x,
+    "aten.lift_fresh.default": lambda x: x,
+}
 #: Operations that raise at some values, as functions that do not. What they give is then of no use (`_fails`). And such
 #: as believe what they are told, held to it.
 _TOTAL: Mapping[str, Callable[..., Any]] = {
@@ -259,7 +276,6 @@ _TOTAL: Mapping[str, Callable[..., Any]] = {
     "binary_cross_entropy": _bce,
     "cholesky": _cholesky,
     "cholesky_inverse": _cholesky_inverse,
-    "embedding": _embedding,
     "masked_scatter": _masked_scatter,
     "mvlgamma": _mvlgamma,
     "upsample_nearest2d.default": _upsampled,
@@ -706,13 +722,23 @@ class _Rules(Calls):
 
 
 def untested_operations(call: Callable[[], Any]) -> list[str]:
-    """The operations that `call` uses and that no test has found to keep records apart when it is mapped over them, or
-    that do not with arguments such as it gives them; and what fails in it, since what else it would use is not known.
-    """
+    """The operations that `call` uses and that are not known to keep records apart when it is mapped over them
+    (`_MAPPED`), or that do not with arguments such as it gives them; and what fails in it, since what else it would use
+    is not known."""
     seen = _Seen(calls=True)
     packets, names = used_operations(call, seen)
     mixing = {f"{name} (as it is called)" for name in _mixing(seen)}
-    return sorted((packets - _PURE - _ALSO_APART - {f"{name}_" for name in _PURE}) | names | mixing)
+    return sorted({name for name in packets if not is_mapped(name)} | names | mixing)
+
+
+@cache
+def is_mapped(packet: str) -> bool:
+    """Whether an operation of ATen, or its form in place, is mapped over records (`_MAPPED`)."""
+    name = packet if packet in _MAPPED else packet.removesuffix("_")
+    if name in _MAPPED:
+        return True
+    found = getattr(torch.ops.aten, name, None) if name in _PURE else None
+    return found is not None and any(torch.Tag.pointwise in getattr(found, of).tags for of in found.overloads())
 
 
 #: What was found of calls, by operation and form of what it is given: whether it keeps records apart.
@@ -728,6 +754,8 @@ def _mixing(seen: _Seen) -> Iterator[str]:
     all that it is tested with, and take the records for an axis of a tensor that has none."""
     for key, (func, given, form) in seen.calls.items():
         name = _packet(func._overloadpacket)
+        if not is_mapped(name):
+            continue
         if key not in _apart:
             with _unseen():
                 _apart[key] = name in _OLD_MEMORY or _keeps_apart(func, given, form)
@@ -784,6 +812,16 @@ def _keeps_apart(func: Callable[..., Any], given: Sequence[Any], form: Any) -> b
                 others = results({i: _last_changed(value, whole) for i, value in rows.items()})
                 if not all(_same_bits(a[: _TRIED - 1], b[: _TRIED - 1]) for a, b in zip(found, others, strict=True)):
                     return False
+        for size in {n for i in places for n in given[i].shape}:  # a place behind a record's last may be the next one's
+            behind = {i: _first_placed(value, size) for i, value in rows.items()}
+            with contextlib.suppress(Exception):
+                first = results(behind)
+                try:
+                    own = alone({i: value[0] for i, value in behind.items()})
+                except Exception:
+                    return False
+                if not all(_same_number(a[0], b) for a, b in zip(first, own, strict=True)):
+                    return False
     return True
 
 
@@ -803,6 +841,15 @@ def _last_changed(rows: Tensor, whole: bool) -> Tensor:
         rows[-1] = rows[-1] / 2 + 0.25
     elif whole:
         rows[-1] = ~rows[-1] if rows.dtype == torch.bool else (rows[-1] == 0).to(rows)
+    return rows
+
+
+def _first_placed(rows: Tensor, place: int) -> Tensor:
+    """The same, with this number in all of the first one's whole numbers."""
+    if rows.is_floating_point() or rows.dtype == torch.bool:
+        return rows
+    rows = rows.clone()
+    rows[0] = place
     return rows
 
 

@@ -278,6 +278,35 @@ def test_records_that_are_mixed_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert gaps(mixing_world, ROUNDS).max() > 15
 
 
+# ---- a place behind a record's own table ----
+
+
+def reads_on(x: Tensor, code: Tensor, y: Tensor) -> None:
+    """Once z > 0.6, the `code`-th row of a table of one row: mapped, `embedding` reads another record's."""
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    with pyro.plate("row", len(y)):
+        at = torch.arange(len(y)) + code * (z > 0.6).long()
+        nothing = torch.nn.functional.embedding(at, x[:, None])[:, 0] - x
+        pyro.sample("y", dist.Normal(z + nothing, 1.0), obs=y)
+
+
+def reading_world(how: str, changed: bool) -> Parties:
+    """All look for the first row of all, which is that of the record that joins."""
+    rng = torch.Generator().manual_seed(0)
+    silo = {"x": torch.zeros(12), "code": -1 - torch.arange(12), "y": 3 + torch.randn(12, generator=rng)}
+    one = {"x": torch.tensor([1e4]), "code": torch.tensor([0]), "y": torch.tensor([3.0])}
+    return world(reads_on, how, silo, one if changed else None)
+
+
+@pytest.mark.filterwarnings("ignore:the model uses embedding:secure_fvi.errors.SecureFVIWarning")
+def test_a_place_behind_a_records_table_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control maps `embedding`, as was shipped."""
+    for how in ("unfenced", "fenced"):
+        assert 0.3 < gaps(functools.partial(reading_world, how), ROUNDS).max() <= 1 + 1e-9
+    monkeypatch.setattr(kit, "untested_operations", lambda call: [])
+    assert gaps(functools.partial(reading_world, "unfenced"), ROUNDS).max() > 5
+
+
 # ---- a function that brings rules of its own ----
 
 

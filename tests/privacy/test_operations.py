@@ -24,16 +24,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from secure_fvi import exported
 from secure_fvi.compiled import threads
+from secure_fvi.errors import InputError
 from secure_fvi.exported import (
-    _ALSO_APART,
     _INSTEAD,
+    _MAPPED,
     _PURE,
     TensorGraph,
     _keeps_apart,
     _Node,
     _Ref,
     _unseen,
+    is_mapped,
     operation,
     untested_operations,
 )
@@ -47,7 +50,8 @@ MOST = (CALLS, 3, 1)
 ELSEWHERE = ("fft.", "sparse.", "masked.", "signal.", "stft", "istft", "_refs")
 #: Of these no call is mapped: they give memory as it was found, or take no tensor.
 MADE = {"empty", "empty_like", "new_empty", "new_empty_strided", "tril_indices", "triu_indices"}
-ALLOWED = (_PURE | _ALSO_APART) - MADE
+MAPPED = frozenset(name for name in _PURE | _MAPPED if is_mapped(name))
+ALLOWED = (_PURE | MAPPED) - MADE
 aten = torch.ops.aten
 Call = tuple[list[Any], dict[str, Any]]
 
@@ -149,7 +153,7 @@ def calls() -> dict[str, list[Call]]:
                         _forth_and_back(op(sample.input, *sample.args, **sample.kwargs))
             except Exception:
                 continue  # what it wants is not here; `test_every_operation_is_looked_at` counts
-    allowed = _PURE | _ALSO_APART
+    allowed = _PURE | MAPPED
     for name, call in _by_hand().items():
         seen.found[name]["by hand"] = call
     return {
@@ -157,6 +161,11 @@ def calls() -> dict[str, list[Call]]:
         for name, known in seen.found.items()
         if name.startswith("aten.") and name.split(".")[1] in allowed and not name.endswith("out")
     }
+
+
+def mapped() -> dict[str, list[Call]]:
+    """Of those, what is mapped over records."""
+    return {name: known for name, known in calls().items() if is_mapped(name.split(".")[1])}
 
 
 def runs(name: str) -> Callable[..., Any]:
@@ -254,7 +263,7 @@ def _all_faults(most: int) -> dict[str, set[str]]:
         warnings.simplefilter("ignore")
         found = {
             name: {f for c in known[:most] for dtype in (torch.float64, torch.float32) for f in faults(name, c, dtype)}
-            for name, known in calls().items()
+            for name, known in mapped().items()
         }
     return {name: what for name, what in found.items() if what}
 
@@ -288,13 +297,17 @@ NINE, TWO = THREE.outer(THREE), torch.tensor(2)
         (lambda: aten.mse_loss(NINE, ONE, 2), lambda: aten.mse_loss(NINE, NINE, 2)),
         (lambda: aten.any.dims(THREE, []), lambda: aten.any.dims(THREE, [0])),
         (lambda: aten.index_select(THREE, 0, TWO), lambda: aten.index_select(THREE, 0, TWO[None])),
+        (lambda: aten.embedding(NINE, TWO), lambda: aten.index(NINE, [TWO])),
     ],
-    ids=["_euclidean_dist", "smooth_l1_loss", "mse_loss", "any", "index_select"],
+    ids=["_euclidean_dist", "smooth_l1_loss", "mse_loss", "any", "index_select", "embedding"],
 )  # fmt: skip
-def test_a_call_that_mixes_records_is_found(call: Any, proper: Any, request: pytest.FixtureRequest) -> None:
+def test_a_call_that_mixes_records_is_found(
+    call: Any, proper: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As no sample calls it: of tensors without an axis, or of several numbers of them, or where so many records as
-    an axis is long would be taken for it; or that gives records other numbers than each has alone. The control: as the
-    samples have it."""
+    an axis is long would be taken for it; that gives records other numbers than each has alone, or one where there is
+    none. So each would be, were it on the list. The control: as the samples have it."""
+    monkeypatch.setattr(exported, "is_mapped", lambda name: True)
     found = untested_operations(call)
     assert found == [f"{request.node.callspec.id} (as it is called)"]
     assert untested_operations(call) == found  # also of a call that is known
@@ -309,7 +322,7 @@ def test_no_call_of_the_samples_is_taken_for_one_that_mixes(most: int) -> None:
         return _keeps_apart(getattr(getattr(aten, packet), overload), given, form)
 
     with threads(1), _unseen():
-        assert not [name for name, known in calls().items() if not all(kept(name, call) for call in known[:most])]
+        assert not [name for name, known in mapped().items() if not all(kept(name, call) for call in known[:most])]
 
 
 @pytest.mark.parametrize("of", [ONE, THREE], ids=["mixes", "control"])
@@ -328,7 +341,7 @@ WITHOUT_ROWS = {"arange", "eye", "full", "linspace", "logspace", "ones", "scalar
 def test_every_operation_is_looked_at() -> None:
     seen = {name.split(".")[1] for name in calls()}
     assert seen >= _PURE - WITHOUT_ROWS
-    assert seen | {"_local_scalar_dense", "_reshape_alias"} >= _ALSO_APART - MADE
+    assert seen | {"_local_scalar_dense", "_reshape_alias"} >= MAPPED - MADE - WITHOUT_ROWS
 
 
 # ---- no value raises ----
@@ -427,3 +440,18 @@ def test_whole_numbers_are_divided_by_nothing_that_the_processor_traps(by: int) 
     run = operation("aten.div.Tensor_mode")[0]
     assert run(torch.tensor([-(2**63), 7]), torch.tensor([by, 2]), rounding_mode="trunc")[1] == 3
     assert operation("aten.div.Scalar_mode")[0](torch.tensor([-(2**63), 7]), -1, rounding_mode="trunc")[1] == -7
+
+
+def test_an_embedding_is_read_by_its_rows() -> None:
+    """In a graph, as places along an axis; with PyTorch's own numbers and gradients, padding's among them."""
+    table = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).reshape(4, 3)
+    places, run = torch.tensor([[1, 3], [0, 1]]), operation("aten.embedding.default")[0]
+    for padding in (-1, 1):
+        functions = [lambda w, f=f, p=padding: f(w, places, p).square().sum() for f in (run, aten.embedding)]
+        (ours, value), (theirs, same) = (torch.func.grad_and_value(f)(table) for f in functions)
+        assert torch.equal(value, same)
+        assert torch.equal(ours, theirs)
+        assert bool((ours[1] == 0).all()) == (padding == 1)
+    assert run(table, torch.tensor([4, -1])).tolist() == table[[0, 0]].tolist()  # noted as failures (`_fails`)
+    with pytest.raises(InputError, match="how often a row is read"):
+        run(table, places, -1, True)
