@@ -27,7 +27,7 @@ from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
 from secure_fvi.privacy.ledger_terms import Budget
 from secure_fvi.privacy.settings import DP, check_device
 from secure_fvi.privacy.terms import Terms, description
-from secure_fvi.program_contract import check_program
+from secure_fvi.program_contract import check_encoders, check_program
 from secure_fvi.randomness import derive_key
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def build_problem(
             calls, draws = algorithm.newton_calls(problem) or (calls, draws)
         problem = problem._replace(mode=choose_mode(machine.compile, calls * len(silos), machine.work * draws))
         check_program(problem, algorithm.importance_samples)
+        check_encoders(problem, getattr(algorithm, "local_family", None))
     return problem
 
 

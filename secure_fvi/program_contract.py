@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import in_program
 from secure_fvi.density import LogTerms, Params
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning, one_line
+from secure_fvi.families import Amortised
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.randomness import seeded
 
@@ -107,9 +109,9 @@ def check_program(problem: Problem, importance_samples: int = 1) -> None:
 
 
 def _check_program(point: Point, rows: Params, importance_samples: int) -> None:
-    problem = point.problem
-    _check_own_generator(point, rows)
-    first, again = _undrawn(point, rows), _undrawn(point, rows)
+    problem, own = point.problem, (point.z_silo, point.z_record, point.theta)
+    _check_own_generator(lambda z: problem.density.evaluate(z, *own, rows).records, point.z_global, _DRAWS)
+    first, again = (_undrawn(lambda: point.evaluate(rows), _DRAWS) for _ in range(2))
     if not all(same(a, b) for a, b in zip(first, again, strict=True)):
         raise InputError(
             "the model gives another log density each time it is run: it changes its own state (a list, dict or array "
@@ -143,38 +145,35 @@ _DRAWS = (
 )
 
 
-def _check_own_generator(point: Point, rows: Params) -> None:
+def _check_own_generator(run: Callable[[Tensor], Any], z_global: Tensor, said: str) -> None:
     """Raises InputError for draws from a `torch.Generator` of the program's own, which no global state tells of: mapped
     over one copy of Z_G such a draw fails, while what else cannot be mapped is for others to say."""
-    evaluate, own = point.problem.density.evaluate, (point.z_silo, point.z_record, point.theta)
     try:
-        torch.func.vmap(lambda z: evaluate(z, *own, rows).records)(point.z_global[None])
+        torch.func.vmap(run)(z_global[None])
     except Exception as error:
         if "randomness" in str(error):
-            raise InputError(_DRAWS) from None
+            raise InputError(said) from None
 
 
-def _undrawn(point: Point, rows: Params) -> LogTerms:
-    """Log p, from a run that draws nothing by itself: a seed set inside makes one draw of all records, and a fit that
-    maps the program, or traces it, another one each time."""
+def _undrawn(run: Callable[[], _T], said: str) -> _T:
+    """What it gives, from a run that draws nothing by itself: a seed set inside makes one draw of all records, and a
+    fit that maps the program, or traces it, another one each time. Raises InputError, `said`, where each draws."""
     numbers, ours = np.random.get_state(), random.getstate()
     try:
-        found = None
         for begin in (0, 1):  # a program that sets the seed itself may end where it began
             for _ in range(3):  # another thread of the process may have drawn in the meantime, once
                 with seeded(begin):
                     np.random.seed(begin)
                     random.seed(begin)
                     before = _drawn_so_far()
-                    found = point.evaluate(rows)
+                    found = run()
                     if _drawn_so_far() == before:
                         break
             else:
-                raise InputError(_DRAWS)
+                raise InputError(said)
     finally:
         np.random.set_state(numbers)
         random.setstate(ours)
-    assert found is not None
     return found
 
 
@@ -183,6 +182,48 @@ def _drawn_so_far() -> tuple[bytes, bytes, int]:
     numbers: Any = np.random.get_state()
     state = numbers[1].tobytes() + repr(numbers[2:]).encode()
     return torch.get_rng_state().numpy().tobytes(), state, hash(random.getstate())
+
+
+_ENCODER_DRAWS = (
+    "the encoder draws random numbers by itself (Dropout in training mode, torch, numpy or random), or says something "
+    "else each time that it is run: what it would say of a record followed from how many were before it, at all silos "
+    "of a process, and differential privacy would hold for none; call encoder.eval() beforehand, or leave out what "
+    "draws (FedVI's has the argument `noise` for it)"
+)
+
+
+def check_encoders(problem: Problem, local: object) -> None:
+    """Raise InputError where an encoder of records, in the family `local` of their latents, or of silos, the model's,
+    gives other numbers each time that it is run on the same made data."""
+    rows = {name: value.to(problem.device) for name, value in problem.schema.dummy_rows(MADE).items()}
+    point = Point(problem, MADE)
+    runs = list[Callable[[Tensor], tuple[Tensor, ...]]]()
+    if isinstance(local, Amortised) and problem.layout.size("record"):
+        family = local.build(problem.layout.size("record"), problem.layout.size("global"), 1)
+        weights = {name: value.to(problem.device) for name, value in family.init_theta(problem.dtype).items()}
+        runs.append(lambda z: tuple(family.moments({}, weights, rows, z, z).values()))
+    encoder = problem.model.encoder
+    if encoder is not None:
+        noise = {name: torch.full((MADE, *shape), 0.5).to(point.z_global) for name, shape in encoder.noise.items()}
+
+        def inferred(z: Tensor) -> tuple[Tensor, ...]:
+            sites, parameters = problem.density.constrain(z, point.theta)
+            given = {**{name: rows[name] for name in encoder.fields}, **noise}
+            return encoder.fn({**sites, **parameters}, torch.ones(MADE).to(z), **given)
+
+        runs.append(inferred)
+    for run in runs:
+        with torch.no_grad():
+            try:
+                run(point.z_global)
+            except InputError:
+                raise
+            except Exception:  # which the fit says
+                continue
+            _check_own_generator(run, point.z_global, _ENCODER_DRAWS)
+            first, again = (_undrawn(functools.partial(run, point.z_global), _ENCODER_DRAWS) for _ in range(2))
+        if not all(same(a, b) for a, b in zip(first, again, strict=True)):
+            raise InputError(_ENCODER_DRAWS)
 
 
 _NO_SUM = (

@@ -27,7 +27,7 @@ from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi import program_contract
+from secure_fvi import building, program_contract
 from secure_fvi.density import running
 from secure_fvi.errors import AggregationError, DataError, InputError, SecureFVIWarning
 from secure_fvi.fitting import build_parties
@@ -1112,6 +1112,77 @@ def test_a_site_that_an_encoder_reads_is_no_mistake() -> None:
     build(encoded, silos, sf.FedVI(batch_size=8))
     with pytest.warns(SecureFVIWarning, match="'weight' does not reach the likelihood"):
         build(dataclasses.replace(encoded, encoder=None), silos)
+
+
+class _Draws(torch.nn.Module):
+    """An encoder of (N, 1), that draws in one way or another, or says something else each time."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.weight = how, 0, torch.nn.Parameter(torch.ones(2))
+        self.own = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.how == "counts"
+        more = {
+            "dropout": lambda: torch.nn.functional.dropout(torch.ones(())),
+            "torch": lambda: torch.randn(()),
+            "numpy": lambda: torch.tensor(np.random.rand()),
+            "random": lambda: torch.tensor(random.random()),
+            "own": lambda: torch.rand((), generator=self.own),
+            "counts": lambda: torch.tensor(float(self.calls)),
+            "nothing": lambda: torch.zeros(()),
+        }[self.how]()
+        return x * self.weight + more.to(x)
+
+
+@pytest.mark.parametrize("how", ["dropout", "torch", "numpy", "random", "own", "counts", "nothing"])
+@pytest.mark.parametrize("algorithm", [sf.SFVI, sf.SFVIAvg, sf.PVI, sf.BCM])
+def test_an_encoder_of_records_that_draws(algorithm: Any, how: str) -> None:
+    def program(y: Tensor) -> None:
+        mu = _level()
+        with pyro.plate("r", len(y)):
+            b = pyro.sample("b", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(mu + b, 1.0), obs=y)
+
+    options = {"local_family": sf.Amortised(_Draws(how), features=lambda rows: rows["y"][:, None])}
+    model = sf.FederatedModel(program, "r")
+    refused = pytest.raises(InputError, match="the encoder draws random numbers by itself")
+    with contextlib.nullcontext() if how == "nothing" else refused:
+        build(model, PLAIN, algorithm(**options))
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_an_encoder_of_silos_that_draws(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control lets it, as was shipped: under privacy of silos how many records one has moves what another says."""
+
+    def encode(values: dict[str, Tensor], present: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.nn.functional.dropout(x, 0.5, draws)
+        return (values["weight"] * (present * x).sum() / present.sum()).reshape(1), torch.ones(1).to(x)
+
+    model = dataclasses.replace(ENCODED, encoder=sf.SiloEncoder(encode, ("x",)))
+    algorithm = sf.FedVI(rounds=1, weights="equal", batch_size=10, total_records=60)
+    rng = torch.Generator().manual_seed(1)
+    silos = [{name: torch.randn(20, generator=rng) for name in "xy"} for _ in range(2)]
+
+    def said(records: int) -> Tensor:
+        """By the second silo in the first round, before noise."""
+        found, privacy = list[Tensor](), sf.SiloDP(noise_multiplier=1.0, noise="silo", retries=0)
+        data = [{name: value[:records] for name, value in silos[0].items()}, silos[1]]
+        parties = build_parties(model, data, algorithm, sf.Plain(), compile=False, privacy=privacy, noise_key=b"k")
+        gate: Any = parties.engine.silos["silo-2"].gate
+        gate._noiser = lambda *_, **__: lambda total: found.append(total.clone()) or total
+        torch.manual_seed(0)
+        parties.engine.run(parties.server.round())
+        return found[0]
+
+    if draws:
+        with pytest.raises(InputError, match="the encoder draws random numbers by itself"):
+            said(20)
+        monkeypatch.setattr(building, "check_encoders", lambda *_: None)
+        assert not torch.equal(said(20), said(6))
+    else:
+        assert torch.equal(said(20), said(6))
 
 
 @pytest.mark.parametrize("model", ["model", None, 3, {"y": 1}])

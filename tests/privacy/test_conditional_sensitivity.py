@@ -24,7 +24,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi import column_silo, columns, compiled, exported, fitting, mixed_model
+from secure_fvi import building, column_silo, columns, compiled, exported, fitting, mixed_model
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import pvi
 from secure_fvi.algorithms.base import Pending
@@ -45,7 +45,7 @@ from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy import gate as gate_module
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
-from secure_fvi.randomness import KeyedDraws
+from secure_fvi.randomness import KeyedDraws, seeded
 
 #: 50 in the second tier; in the first few, of which all but the first are traced.
 ROUNDS = int(os.environ.get("SENSITIVITY_ROUNDS", "8"))
@@ -207,6 +207,41 @@ def test_an_operation_that_mixes_records_as_it_is_called_moves_no_other(monkeypa
     assert 0.3 < gaps(build, 3).max() <= 1 + 1e-9
     monkeypatch.setattr(exported, "is_mapped", lambda name: name == "roll" or is_mapped(name))
     assert gaps(build, 3).max() > 2
+
+
+def encoded_world(algorithm: Any, changed: bool) -> Parties:
+    """As `record_world`, with the record that joins at the first place, and PyTorch's own generator where it begins."""
+    problem = make_intercepts()
+    silos, ids = with_record(problem.silos, 30.0, changed)
+    silos[0], ids[0] = {name: v.flip(0) for name, v in silos[0].items()}, ids[0].flip(0)
+    dp = sf.RecordDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
+    torch.manual_seed(0)
+    server, engine, _ = build_parties(
+        problem.model, silos, algorithm, sf.Plain(), record_ids=ids, compile=False, privacy=dp, noise_key=KEY
+    )
+    torch.manual_seed(0)
+    return Parties(server, engine)
+
+
+@pytest.mark.filterwarnings("ignore:the model uses bernoulli, dropout:secure_fvi.errors.SecureFVIWarning")
+def test_an_encoder_that_draws_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says of a record followed from how many were before it. The control lets it draw, as was shipped; one
+    that does not draw is let in."""
+    with seeded(0):
+        network = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Dropout(), torch.nn.Linear(6, 2))
+    encoder = sf.Amortised(network, features=lambda rows: rows["y"])
+    algorithm = sf.SFVI(iterations=4, learning_rate=0.1, local_family=encoder)
+
+    def build(changed: bool) -> Parties:
+        return encoded_world(algorithm, changed)
+
+    with pytest.raises(InputError, match=r"the encoder draws random numbers by itself.*call encoder.eval\(\)"):
+        build(False)
+    with monkeypatch.context() as shipped:
+        shipped.setattr(building, "check_encoders", lambda *_: None)
+        assert gaps(build, 4).max() > 1.5
+    network.eval()
+    assert 0.3 < gaps(build, 4).max() <= 1 + 1e-9
 
 
 def wards_world(ward: dict[str, Any], changed: bool, rounds: int = 5) -> Parties:
