@@ -222,7 +222,7 @@ def check_encoders(problem: Problem, local: object) -> None:
                 continue
             _check_own_generator(run, point.z_global, _ENCODER_DRAWS)
             first, again = (_undrawn(functools.partial(run, point.z_global), _ENCODER_DRAWS) for _ in range(2))
-        if not all(same(a, b) for a, b in zip(first, again, strict=True)):
+        if not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(first, again, strict=True)):
             raise InputError(_ENCODER_DRAWS)
 
 
