@@ -49,7 +49,8 @@ class SiloEncoder:
     the order in which the program samples them. values: the global sites and pyro.params in the model's own space, by
     name. present (N,): 1 for a record, 0 for a row that is none and must not count. fields: the tensors that `fields`
     names, of N records; a label must not be among them. noise: optional arguments of `fn` and of the program itself,
-    by name, and their shape a record, which get numbers uniform in (0, 1) in training and are left out otherwise.
+    by name, and their shape a record, which get numbers uniform in (0, 1) in training and are left out otherwise; `fn`
+    draws none itself.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]

@@ -175,7 +175,8 @@ class Amortised:
 
     `features(rows) -> (N, d)` picks and scales the encoder's inputs from a silo's rows (tensors with N first);
     the encoder maps (N, d), or (N, d + n_global) when `see_global`, to (N, k): n_local means, n_local log scales
-    and, when `block`, n_local (n_local - 1) / 2 entries of a unit lower triangular factor.
+    and, when `block`, n_local (n_local - 1) / 2 entries of a unit lower triangular factor. Neither draws random
+    numbers: one with Dropout is given as `encoder.eval()` leaves it.
     """
 
     encoder: nn.Module
