@@ -428,8 +428,9 @@ class ColumnsJob(SiteJob):
             own = {name: value[torch.from_numpy(self._rows)] for name, value in self._outcome._asdict().items()}
             salt = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)
             content = save({**own, "salt": salt})
-        with _of_data(home.id):  # what is wrong with it is this site's alone
-            told = _told_statement(offer, self._order, self._learn(content))
+            with _of_data(home.id):  # what is wrong with it is this site's alone; to keep it is the disk's
+                self._read(content)
+        told = _told_statement(offer, self._order, self._learn(content))
         try:
             sealed = _SUITE.encrypt(
                 content, X25519PublicKey.from_public_bytes(wanted.key), self._sealed_for(wanted.silo)
@@ -461,11 +462,16 @@ class ColumnsJob(SiteJob):
         kept = self._kept_response()
         if kept is not None and kept != content:
             raise ProtocolError("another response was sent for this job before")
-        _response(self._likelihood, content, len(self._rows), self._dtype, torch.device("cpu"), self._salted)
+        self._read(content)
         if kept is None:
             write_atomically(self.folder / _RESPONSE, self._sealer.seal(self.decision.offer.job, content), private=True)
         self._settle()
         return hashlib.sha256(content).digest()
+
+    def _read(self, content: bytes) -> Response:
+        """Raises ProtocolError where it is no response of these people."""
+        where = torch.device("cpu")
+        return _response(self._likelihood, content, len(self._rows), self._dtype, where, self._salted)
 
     @property
     def _sealer(self) -> Sealer:

@@ -6,7 +6,7 @@ state/jobs/JOB/offer       the offer that was accepted
 
 The holder sees no data and, with masks, no total. A key serves one session and is removed with it. One whose record
 of decryptions may not be whole is used no more: after a restart of the machine, and where this site's log knows of
-more messages than the record, which is then an old copy. All open a new session then, under a new key.
+more answers than the record, which is then an old copy. All open a new session then, under a new key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HolderJob:
     """A job for which this site keeps the key. To `Site` it is what `SiteJob` is at a silo."""
 
     def __init__(self, home: Home, decision: Decision, logged: Callable[[], int]) -> None:
-        """logged: how many messages of the job this site's log has. Raises InputError for a job that needs no key."""
+        """logged: how many answers of the job this site's log has. Raises InputError for a job that needs no key."""
         self.home, self.decision, self._logged = home, decision, logged
         offer = decision.offer
         algorithm, sums, privacy = chosen(offer.config)
@@ -81,6 +81,7 @@ class HolderJob:
         if self._next is None:
             self._next = SecretContext(self._scheme)
         policy = self.decision.stated_policy(self.home)
+        self._count()
         return talk.Joined(b"", self._hash(self._next), self.session, 0, policy=policy)
 
     def open(self, message: talk.Open) -> bytes:
@@ -92,6 +93,7 @@ class HolderJob:
             self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
         )
         if session == self.session:
+            self._count()
             return session
         if self._next is None or message.holder != self._hash(self._next):
             raise SessionLost("the session does not rest on this key holder's newest key")
@@ -103,7 +105,7 @@ class HolderJob:
         path = self.folder / f"{session.hex()}.sqlite"
         store = open_held(path, self.home.state_secret())
         store.same_boot()
-        store.put({_KEY: key.to_bytes(), _LOGGED: self._logged().to_bytes(8, "big")})
+        store.put({_KEY: key.to_bytes(), **self._counted()})
         write_atomically(self.folder / "session", talk.CODEC.pack(message))
         self._begin(roster, store, key)
         for other in self.folder.glob("*.sqlite*"):  # keys of sessions that are over
@@ -120,10 +122,12 @@ class HolderJob:
         if message[:1] != SUM:
             raise ProtocolError("a key holder takes no broadcast")
         try:
-            return self._party.handle(message[1:])
+            answer = self._party.handle(message[1:])
         except KeyWornOut as error:
             self._forget()
             raise SessionLost(str(error)) from None
+        self._count()
+        return answer
 
     def charged(self, logged: int) -> str:
         """Nothing: a key holder has no ledger."""
@@ -142,15 +146,21 @@ class HolderJob:
     # ---- parts ----
 
     def _restore(self) -> None:
-        """Go on in the session that was open when the process ended, if its record of decryptions is whole; note how
-        far the log is, so that an old copy of that record can be told."""
-        logged = self._logged()
+        """Go on in the session that was open when the process ended, if its record of decryptions is whole."""
         if self._party is None:
-            self._reopen(logged)
-        if self._store is not None:
-            self._store.put({_LOGGED: logged.to_bytes(8, "big")})
+            self._reopen()
 
-    def _reopen(self, logged: int) -> None:
+    def _count(self) -> None:
+        """Note how many answers the log will have with the one that leaves now, so that an old copy of the record of
+        decryptions can be told. A message that is refused is none: were it noted as it came, a copy from after it would
+        pass for one from after the next answer."""
+        if self._store is not None:
+            self._store.put(self._counted())
+
+    def _counted(self) -> dict[str, bytes]:
+        return {_LOGGED: (self._logged() + 1).to_bytes(8, "big")}
+
+    def _reopen(self) -> None:
         path = self.folder / "session"
         if not path.exists():
             return
@@ -163,19 +173,19 @@ class HolderJob:
         if not kept.exists():
             return
         store = open_held(kept, self.home.state_secret())
-        key, fault = store.get(_KEY), self._fault(store, logged)
+        key, fault = store.get(_KEY), self._fault(store)
         if fault or key is None:
             store.close()
             self._remove()
             raise SessionLost(fault or "the session's key is not there")
         self._begin(self._roster(session, message), store, SecretContext.from_bytes(self._scheme, key))
 
-    def _fault(self, store: HeldStore, logged: int) -> str:
+    def _fault(self, store: HeldStore) -> str:
         """Why the record of decryptions in `store` may not be whole; empty where it is."""
         if not store.same_boot():
             return "the machine was restarted, and what was decrypted last may not be on record"
-        # The answer that was given last may have come to the log after the record.
-        if logged > int.from_bytes(store.get(_LOGGED) or b"", "big") + 1:
+        # One that was killed before the log had its last answer has noted one more than that.
+        if self._logged() > int.from_bytes(store.get(_LOGGED) or b"", "big"):
             return "the record of what was decrypted is older than this site's log: a copy was restored"
         return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import functools
 import hashlib
 import shutil
@@ -404,6 +405,45 @@ def test_an_emptied_file_of_a_columns_job_counts_against_no_data(
         job.run()
     (record,) = verify(world.homes["north"].log_file).jobs.values()
     assert (UNANSWERABLE in record.omissions) == (not rule and name == "response")
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_a_disk_that_is_full_as_a_response_is_told_is_no_fault_of_the_data(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool
+) -> None:
+    """The silo that has it tells it once there is space, and its site counts no job that its data could not answer. In
+    the control to keep it is taken for reading data: the job counts, and the server hears that data do not fit."""
+    job, hub, write_whole = ColumnsJob(world, tmp_path, **AT_SILO), world.homes["hub"], columns_job.write_atomically
+    if not rule:
+        learn = SiteColumns._learn
+
+        def as_data(self: SiteColumns, content: bytes) -> bytes:
+            with columns_job._of_data("east"):
+                return learn(self, content)
+
+        monkeypatch.setattr(SiteColumns, "_learn", as_data)
+    offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+    signed = sign_offer(offer, hub.identity())
+
+    def full(path: Path, content: bytes, private: bool = False) -> None:
+        if path.name == "response":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_whole(path, content, private)
+
+    with ExitStack() as stack:
+        sites = {s: stack.enter_context(closing(Site(world.homes[s], Local()))) for s in SILOS}
+        said = {}
+        for silo, site in sites.items():
+            met(hub, site)
+            said[silo] = unpack_schema(CODEC.unpack(site.handle(offer.job, JOIN + signed), Joined).schema).constants
+        wanted = Wanted("north", *(bytes.fromhex(said["north"][name]) for name in ("key", "signature")))
+        with monkeypatch.context() as disk:
+            disk.setattr(columns_job, "write_atomically", full)
+            with pytest.raises(OSError if rule else DataError):
+                sites["east"].handle(offer.job, KNOWN + CODEC.pack(wanted))
+        assert CODEC.unpack(sites["east"].handle(offer.job, KNOWN + CODEC.pack(wanted)), Told)
+        log = sites["east"]._trail.chain.jobs[offer.job]
+        assert (UNANSWERABLE in log.omissions) == (not rule)
 
 
 @pytest.mark.later

@@ -277,6 +277,43 @@ class TestTwice:
         held.open()
         assert close_to_sum(held.total(2).values)
 
+    @pytest.mark.parametrize("noted", ["when it leaves", "when it came"])
+    def test_a_copy_from_after_a_refused_message_is_noticed(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, noted: str
+    ) -> None:
+        """The control is a record of messages that came, in which one that was refused stands for the answer after it:
+        north's input is decrypted by itself."""
+        held = Held(world, masks=False)
+        if noted == "when it came":
+            restore, fault = HolderJob._restore, HolderJob._fault
+
+            def came(self: HolderJob) -> None:
+                restore(self)
+                if self._store is not None:
+                    self._store.put({"holder/logged": self._logged().to_bytes(8, "big")})
+
+            def one_off(self: HolderJob, store: Any) -> str:
+                kept = int.from_bytes(store.get("holder/logged"), "big")
+                store.put({"holder/logged": (kept + 1).to_bytes(8, "big")})
+                return fault(self, store)
+
+            monkeypatch.setattr(HolderJob, "_restore", came)
+            monkeypatch.setattr(HolderJob, "_fault", one_off)
+            monkeypatch.setattr(HolderJob, "_count", lambda self: None)
+        held.open()
+        held.total(0)
+        with pytest.raises(ProtocolError, match="well-formed"):
+            held.ask(b"no message")
+        copies = {p.name: p.read_bytes() for p in held.folder.iterdir()}
+        request, own = held.withheld(1)
+        held.decrypted(request)
+        self.restore(held, copies)
+        if noted == "when it came":
+            np.testing.assert_allclose(held.decrypted(request._replace(parts=list(own))), VALUES["north"], atol=1e-9)
+            return
+        with pytest.raises(SessionLost, match="a copy was restored"):
+            held.decrypted(request._replace(parts=list(own)))
+
     def test_control_a_holder_that_does_not_look_gives_the_input_away(
         self, world: World, monkeypatch: pytest.MonkeyPatch
     ) -> None:
