@@ -7,8 +7,9 @@ state/jobs/JOB/offer       the offer that was accepted
                session     the session that is open: every silo's fresh bytes
                SESSION.sqlite    the party's state and its secrets of that session, sealed
 results/JOB.safetensors    the silo's own posterior, for its eyes alone
-state/cohorts.json         by data set: the digest of the rows that its last job used, and that job; of the last by a
-                           formula without differential privacy, how many rows there were, and were left out
+state/cohorts.json         by data set: the digest of the rows that its last job used, their columns, and that job; of
+                           the last by a formula without differential privacy, how many rows there were, and were left
+                           out
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from secure_fvi.deployment.session_messages import (
 )
 from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
-from secure_fvi.errors import DataError, InputError, JobError, ProtocolError, RecordError, SessionLost
+from secure_fvi.errors import DataError, InputError, JobError, PolicyError, ProtocolError, RecordError, SessionLost
 from secure_fvi.federated_model import Records, Schema, check_repeats, cohort_digest, order_digest, read_data
 from secure_fvi.files import make_private, own_bytes, own_file, sync_folder, write_atomically
 from secure_fvi.messages import ROUND, decode_broadcast
@@ -668,11 +669,14 @@ class Cohort:
     """The rows that a job uses, by a digest that only this site can make (`federated_model.cohort_digest`): others who
     read it in the log learn whether rows changed, and nothing of them.
 
-    Raises DataError where they are not those that the job began with here, or that the policy asks for. rows: of a job
-    that uses none the names of columns alone; no later job is held to these, and the log says of them what it would of
-    rows that have changed: their digest is another for other columns, and of another data set. left: of a formula's job
-    whose totals the server sees exactly, how many rows there are and how many of them were left out. beside: by what
-    else of the policy's these rows are left out, and in which order they stand, which the job began with too.
+    Raises DataError where they are not those that the job began with here, or that the policy asks for; PolicyError
+    where that is so for the columns that a job without differential privacy reads, which is no fault of the rows.
+
+    rows: of a job that uses none the names of columns alone; no later job is held to these, and the log says of them
+    what it would of rows that have changed: their digest is another for other columns, and of another data set. left:
+    of a formula's job whose totals the server sees exactly, how many rows there are and how many of them were left out.
+    beside: by what else of the policy's these rows are left out, and in which order they stand, which the job began
+    with too.
     """
 
     def __init__(
@@ -701,16 +705,25 @@ class Cohort:
             self._begun = own_bytes(self._path, len(self._held))
         if self._none:
             return
+        self._columns = sorted(rows)
         if self._begun is not None and self._begun != self._held:
             raise DataError(
                 f"silo '{home.id}': its rows are not those that the job began with, or in another order; put them back"
             )
-        self._check(home.id, rule.cohort if rule is not None else "said")
+        # Under differential privacy no refusal may follow from whether the rows could be read.
+        self._check(home.id, rule.cohort if rule is not None else "said", offer.config.privacy is None)
 
-    def _check(self, silo: str, wanted: str) -> None:
-        known = self._kept.get(self._data_set, {}).get("digest", self.digest.hex())
+    def _check(self, silo: str, wanted: str, told: bool) -> None:
+        kept = self._kept.get(self._data_set, {})
+        known = kept.get("digest", self.digest.hex())
         asked = known if wanted == "pinned" else wanted
         if wanted != "said" and self.digest.hex() != asked:
+            before = kept.get("columns", self._columns) if known == asked else self._columns
+            if told and before != self._columns:
+                said = f"job '{self._job}' is outside the policy of '{silo}': data set '{self._data_set}' is held to "
+                said += "the rows of a job that read other columns (cohort)"
+                own = f"{', '.join(before)} of job '{kept['job']}', and not {', '.join(self._columns)}"
+                raise PolicyError(f"{said}: {own}", said)
             raise DataError(
                 f"silo '{silo}': the rows of data set '{self._data_set}' are not those that its policy wants (cohort "
                 f'{asked[:16]}...); to use these, set its cohort = "{self.digest.hex()}"'
@@ -735,6 +748,7 @@ class Cohort:
             held["said"] = list(found.values())  # which may be of no rows
             if not self._none:
                 held |= found if self._left is None else {**found, "left": [*self._left, self._job]}
+                held["columns"] = self._columns
             write_atomically(self._before, json.dumps(self._kept).encode())
             write_atomically(self._path, self._held)
             self._begun = self._held
@@ -764,10 +778,10 @@ def check_left_out(home: Home, data_set: str, rows: int, left_out: int) -> None:
 @contextlib.contextmanager
 def _of_data(silo: str) -> Iterator[None]:
     """Whatever goes wrong with a site's own file or records follows from them: a DataError, of one kind for all. What
-    the site itself keeps of its jobs is no such file."""
+    the site itself keeps of its jobs is no such file, and what its policy says of a job is of neither."""
     try:
         yield
-    except (DataError, RecordError):
+    except (DataError, RecordError, PolicyError):
         raise
     except Exception as error:
         what = str(error) if isinstance(error, InputError) else f"its data cannot be read ({type(error).__name__})"

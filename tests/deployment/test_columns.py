@@ -86,11 +86,12 @@ from secure_fvi.deployment.session_messages import (
     unpack_schema,
 )
 from secure_fvi.deployment.site import Site
-from secure_fvi.deployment.site_job import Local, check_supported
+from secure_fvi.deployment.site_job import Cohort, Local, check_supported
 from secure_fvi.deployment.trail import CHARGED
 from secure_fvi.deployment.trail import MATCHED as COUNTED
 from secure_fvi.deployment.trail_verify import _exchanges, compare, verify
 from secure_fvi.dictionary import Column, Dictionary
+from secure_fvi.disclosure import DISCLOSURES
 from secure_fvi.driving import Progress
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import (
@@ -629,6 +630,49 @@ def test_rows_that_a_policy_does_not_want_are_nobodys_under_privacy(
                 site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
                 assert site._job is not None
                 assert site._job.unfit.whole == spoilt  # told to the site alone
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_jobs_of_other_columns_close_no_data_set_that_is_pinned(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool
+) -> None:
+    """A vertical job, whose rows are pinned, and a program's, which reads other columns of the same file: three offers
+    of that are refused by the policy. In the control they are jobs that the records could not answer, after which the
+    first is not let in either."""
+    if not rule:
+        held_to = Cohort._check
+        monkeypatch.setattr(Cohort, "_check", lambda self, silo, wanted, told: held_to(self, silo, wanted, False))
+    vertical, own = ColumnsJob(world, tmp_path), tmp_path / "own.py"
+    for path in vertical.files.values():
+        path.write_text(path.read_text().replace("P-", ""))  # every cell of a program's table is a number
+    own.write_text(
+        "import pyro\nfrom pyro.distributions import Normal\n\n\ndef program(person, a, b):\n"
+        "    mu = pyro.sample('mu', Normal(0.0, 1.0))\n    with pyro.plate('records', len(a)):\n"
+        "        pyro.sample('y', Normal(mu, 1.0), obs=a)\n"
+    )
+    (tmp_path / "other").mkdir()
+    model = {"function": f"{own}:program", "record_plate": "records"}
+    silos = [{"id": s, "data": str(vertical.files[s])} for s in SILOS]
+    other = Job(world, tmp_path / "other", False, model=model, partition=None, silo=silos, algorithm={"name": "sfvi"})
+    hashes = [manifest(job.config).hash.hex() for job in (vertical, other)]
+    vertical.allow(
+        "east", {"cohort": "pinned"}, algorithms=["vertical", "sfvi"], sandbox="off", disclosures=list(DISCLOSURES),
+        model=[{"hash": hashes[0]}, {"hash": hashes[1], "function": model["function"]}],
+    )  # fmt: skip
+    hub = world.homes["hub"]
+    with closing(Site(world.homes["east"], Local())) as site:
+
+        def join(job: Job) -> Joined:
+            offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+            met(hub, site)
+            return CODEC.unpack(site.handle(offer.job, JOIN + sign_offer(offer, hub.identity())), Joined)
+
+        assert join(vertical).nonce
+        for _ in range(3):
+            with pytest.raises(PolicyError if rule else DataError, match="other columns" if rule else "not those"):
+                join(other)
+        with nullcontext() if rule else pytest.raises(PolicyError, match="max_unanswered = 3"):
+            assert join(vertical).nonce
 
 
 def test_an_outcome_with_gaps_is_refused_by_rows_and_a_remedy_that_is_there(tmp_path: Path) -> None:
