@@ -75,14 +75,14 @@ from secure_fvi.deployment.session_messages import (
     columns_schema,
     pack_schema,
 )
-from secure_fvi.deployment.site_job import Cohort, SiteJob, _of_data, threads_of
+from secure_fvi.deployment.site_job import Cohort, SiteJob, _of_data, _of_the_job, threads_of
 from secure_fvi.deployment.trail import MATCHED
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError, RecordError
 from secure_fvi.federated_model import Schema
 from secure_fvi.files import own_bytes, own_file, write_atomically
 from secure_fvi.privacy.chain import signed
-from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.runs.columns import read_people, response_columns, silo_columns
 from secure_fvi.runs.config import LIKELIHOODS, Alignment, Config, Model, build, named
 
@@ -99,6 +99,14 @@ def likelihood_of(model: Model) -> Likelihood:
         named(LIKELIHOODS, "model.likelihood", str(model.likelihood)), model.options, "model.options"
     )
     return found
+
+
+def one_person(
+    likelihood: Likelihood, offer: JobOffer, privacy: DP | None, dtype: torch.dtype, device: torch.device
+) -> VerticalProblem:
+    """A job's problem before it is known how many people there are: on it the job's options, and a silo's own program,
+    are looked at before anybody's identifiers are tested for what cannot run."""
+    return VerticalProblem(likelihood, tuple(offer.silos), 1, 0, dtype, device, "eager", privacy)
 
 
 def read_aligned(
@@ -154,11 +162,15 @@ class ColumnsJob(SiteJob):
         data set was matched for as many jobs as its site allows."""
         home, offer, (algorithm, aggregation, _) = self.home, self.decision.offer, self._chosen
         assert config.alignment is not None
-        check_whole(aggregation)
         self.guards, self.aggregation = Guards({}), aggregation
-        self._config, self._likelihood = config, likelihood_of(config.model)
-        self._algorithm = algorithm.resolved(self._likelihood)
-        self._dtype = config.run.torch_dtype
+        self._config, self._dtype = config, config.run.torch_dtype
+        with _of_the_job():
+            check_whole(aggregation)
+            self._likelihood = likelihood_of(config.model)
+            self._algorithm = algorithm.resolved(self._likelihood)
+            where = device_named(config.run.device)
+            alone = one_person(self._likelihood, offer, self._privacy, self._dtype, where)
+            self._algorithm.program(alone)
         at = next(j for j, s in enumerate(config.silo) if s.id == home.id)
         silo, key, by_record = config.silo[at], f"silo[{at}]", isinstance(self._privacy, RecordDP)
         spoilt: list[str] = []
@@ -169,9 +181,8 @@ class ColumnsJob(SiteJob):
         table, self._prepared, ids = read
         table, outcome = self._outcome_of(config, table)
         self._check_predictor(silo.predictor)
-        rows, self._function = silo_columns(silo.predictor, key, table, self._likelihood.columns)
+        rows, function = silo_columns(silo.predictor, key, table, self._likelihood.columns)
         with _of_data(home.id):
-            where = device_named(config.run.device)
             self._table, _ = columns_of(home.id, rows, self._dtype, where, finite=not by_record)
             named = np.frombuffer(b"".join(hashlib.sha256(repr(i).encode()).digest() for i in ids), np.uint8)
             used = {**rows, **outcome, "ids": named.reshape(-1, 32)}
@@ -183,7 +194,9 @@ class ColumnsJob(SiteJob):
                 self.unfit.tell(error, whole=True)
         if by_record and self.unfit.whole:  # they go into no answer (`Silo.silent`), and what is asked gets noise
             self.cohort = Cohort(home, offer, self.folder, list(used), self.decision.data)
-        private = self._chosen[2] is not None
+        private = self._privacy is not None
+        self._predictor = predictor_of(home.id, function, self._table, self._likelihood, private)
+        self._algorithm.program(alone, self._predictor)
         self._work = 0 if private else numbers_of([rows])
         self.threads = threads_of(config, self._work)
         self._matching: MatchingSilo | None = None
@@ -285,15 +298,13 @@ class ColumnsJob(SiteJob):
             known = _response(self._likelihood, content, people, self._dtype, where, self._salted)
         mode = choose_mode(config.run.compile, self._algorithm.expected_calls * len(silos), self._work)
         self.problem = VerticalProblem(  # type: ignore[assignment]
-            self._likelihood, silos, people, config.seed, self._dtype, where, mode, self._chosen[2]
+            self._likelihood, silos, people, config.seed, self._dtype, where, mode, self._privacy
         )
-        terms = self._algorithm.program(self.problem).terms
-        predictor = predictor_of(self.home.id, self._function, self._table, self._likelihood, bool(terms))
         at = torch.from_numpy(self._rows).to(where)
         rows = {name: value[at] for name, value in self._table.items()}
-        if not terms:
-            check_predictor_at_silo(predictor, rows, self.home.id)
-        self.program = self._algorithm.program(self.problem, predictor)
+        if self._privacy is None:
+            check_predictor_at_silo(self._predictor, rows, self.home.id)
+        self.program = self._algorithm.program(self.problem, self._predictor)
         nothing = torch.zeros(0, dtype=self._dtype, device=where)
         self._family = self._algorithm.program(self.problem, Held(Response(nothing, nothing)))
         self._agree(self._chosen[1], self._algorithm, people)

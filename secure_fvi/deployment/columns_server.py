@@ -37,6 +37,7 @@ from secure_fvi.deployment.columns_job import (
     holder_of,
     likelihood_of,
     matching_roster,
+    one_person,
     read_aligned,
 )
 from secure_fvi.deployment.countersigning import Exchange, answer_of, hold_to_seen, open_ledger, open_trail, own_ledger
@@ -137,12 +138,8 @@ class ServerColumns:
         """Whether this site's own policy and ledger let it tell silos of the response. Raises PolicyError,
         ProtocolError for a ledger that is older than the log, and InputError also for options that privacy does not
         allow. A response without a budget needs no policy where the job has no differential privacy."""
-        privacy = chosen(offer.config)[2]
-        if privacy is not None:  # what it does not allow of the options is said before people are matched
-            where = torch.device("cpu")
-            self.algorithm.program(
-                VerticalProblem(self.likelihood, offer.silos, 1, 0, torch.float64, where, "eager", privacy)
-            )
+        privacy, where = chosen(offer.config)[2], torch.device("cpu")
+        self.algorithm.program(one_person(self.likelihood, offer, privacy, torch.float64, where))
         if self.holder is not None:
             return
         if held_by_server(offer.config):

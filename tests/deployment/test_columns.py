@@ -48,11 +48,12 @@ from safetensors.torch import load_file, save
 from secure_fvi import columns as columns_in_process
 from secure_fvi import wire
 from secure_fvi.aggregation import Masked
+from secure_fvi.aggregation.base import carry
 from secure_fvi.aggregation.prg import digest
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
-from secure_fvi.alignment import _CODEC, MatchingSilo, SizeRequest
+from secure_fvi.alignment import _CODEC, Matcher, MatchingSilo, SizeRequest
 from secure_fvi.checkpoints import Checkpoints
 from secure_fvi.cli.policy import _alignment_lines, _lines
 from secure_fvi.columns import RESPONSE_HOLDER
@@ -98,6 +99,7 @@ from secure_fvi.errors import (
     BudgetError,
     DataError,
     InputError,
+    JobError,
     PolicyError,
     ProtocolError,
     RecordError,
@@ -630,6 +632,52 @@ def test_rows_that_a_policy_does_not_want_are_nobodys_under_privacy(
                 site.handle(offer.job, JOIN + sign_offer(offer, hub.identity()))
                 assert site._job is not None
                 assert site._job.unfit.whole == spoilt  # told to the site alone
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_options_that_do_not_go_together_are_refused_before_people_are_matched(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool
+) -> None:
+    """Of a server that does not look at them itself: the site says that they are the job's, and nobody's identifiers
+    are tested. In the control they are looked at once people are matched, and the job counts as one that the site's
+    records could not answer."""
+    if not rule:
+        alone = columns_job.one_person
+        monkeypatch.setattr(columns_job, "one_person", lambda of, offer, privacy, *more: alone(of, offer, None, *more))
+    privacy = {"unit": "record", "epsilon": 5.0, "delta": 1e-6, "clipping_norm": 1.0}
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED, algorithm={**VERTICAL, "local_steps": 2}, privacy=privacy)
+    hub = world.homes["hub"]
+    roster = hub.roster(NOW)
+    offer = make_offer(job.config, roster, "hub", manifest(job.config).hash, NOW)
+    signed = sign_offer(offer, hub.identity())
+    people = read_aligned(job.files["response"], "response.data", job.config.alignment)[1]  # type: ignore[arg-type]
+    parties = columns_job.matching_roster(roster, offer)
+    own = MatchingSilo(parties, "hub", hub.identity(), people)
+    with ExitStack() as stack:
+        sites = {s: stack.enter_context(closing(Site(world.homes[s], Local()))) for s in SILOS}
+        for site in sites.values():
+            met(hub, site)
+
+        def join(silo: str) -> bytes:
+            return sites[silo].handle(offer.job, JOIN + signed)
+
+        if rule:
+            with pytest.raises(JobError, match="local_steps = 2 is not available under privacy"):
+                join("east")
+        else:
+            for silo in SILOS:
+                assert join(silo)
+            carry(
+                Matcher(parties).match(),
+                lambda asked: {
+                    n: own.handle(m) if n == "hub" else sites[n].handle(offer.job, MATCH + m) for n, m in asked.items()
+                },
+            )
+            opening = Open(list(SILOS), [bytes(32)] * 3, bytes(32), 0)
+            with pytest.raises(InputError, match="local_steps = 2 is not available under privacy"):
+                sites["east"].handle(offer.job, OPEN + CODEC.pack(opening))
+        log = sites["east"]._trail.chain.jobs[offer.job].omissions
+        assert (COUNTED in log, UNANSWERABLE in log) == (not rule, not rule)
 
 
 @pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
