@@ -210,7 +210,7 @@ def _alignment_lines(job: Config) -> list[str]:
         f"{by}, matched in private before the first round (docs/vertical-alignment.md)",
         "  the server learns how many people each party holds, and how many all or some of them hold"
         f"{', and of each person in its own file which silos hold it' if listed else ''}; a silo learns which of its "
-        "own people all hold",
+        "own people all hold, and from two jobs of which one lacks a silo, as where it left, whom that one lacks",
         f"  each other {'party, the server too,' if listed else 'silo'} tests as many identifiers against this site's "
         f"as it committed to before: all together at most {len(job.silo) - 1 + listed} times 'largest' in each of "
         "'matchings' jobs",

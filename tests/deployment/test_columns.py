@@ -533,6 +533,7 @@ def test_explain_says_how_many_identifiers_all_others_test(world: World, tmp_pat
     assert f"all together at most {len(SILOS) - 1} times 'largest'" in alone  # whose server has no list
     assert ["its own file which silos hold it" in text for text in (found, alone)] == [True, False]
     assert "largest" not in other
+    assert ["from two jobs of which one lacks a silo" in text for text in (found, other)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,19 @@ def test_people_meet_in_one_order(short: None) -> None:
     assert {s.alignment().order for s in world.silos.values()} == {found.order}
 
 
+def test_two_jobs_tell_whom_the_silo_lacks_that_only_one_of_them_has(short: None) -> None:
+    """As before and after it left. The control is one job: of whom it lacks and of whom another lacks the first silo
+    learns the same."""
+    lists = {"clinic": ["a", "b", "c"], "bank": ["a", "b"], "registry": ["a", "c"]}
+
+    def matched(*silos: str) -> set[str]:
+        return {lists["clinic"][row] for row in align({s: lists[s] for s in silos})["clinic"].rows}
+
+    before, after = matched("clinic", "bank", "registry"), matched("clinic", "bank")
+    assert (before, after - before) == ({"a"}, {"b"})  # whom the registry lacks
+    assert set(lists["clinic"]) - before == {"b", "c"}
+
+
 def test_the_order_follows_from_keys_and_not_from_tables(short: None) -> None:
     ids = {n: list(t) for n, t in TABLES.items()}
     first, again, other = (align(ids, secret=s) for s in (b"s" * 32, b"s" * 32, b"t" * 32))
