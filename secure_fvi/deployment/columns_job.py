@@ -46,7 +46,7 @@ from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.predictors import check_predictor_at_silo
 from secure_fvi.algorithms.vertical.steps import Response
-from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
+from secure_fvi.algorithms.vertical.vertical import ColumnsProgram, Held, VerticalProblem
 from secure_fvi.alignment import MatchingSilo, Normalisation, Prepared, prepare, sorted_order
 from secure_fvi.building import Guards, derived_secret, device_named, numbers_of
 from secure_fvi.column_silo import (
@@ -273,13 +273,20 @@ class ColumnsJob(SiteJob):
             raise ProtocolError(f"silo '{self.home.id}': who the people are, or their response, is not known yet")
 
     def _own(self, posterior: Posterior) -> dict[str, Tensor]:
-        """Means and sds of this silo's own parameters, and q(theta_j) itself."""
+        """Means and sds of this silo's own parameters, where its program lets them be worked out, and q(theta_j)."""
         assert self.party is not None
-        local = VerticalLocalPosterior(self.party.silo)
+        silo, program = self.party.silo, self.program
+        assert isinstance(program, ColumnsProgram)
+        q = {f"own/{name}": value for name, value in program.local_fit(silo.local).items()}
+        try:
+            local = VerticalLocalPosterior(silo)
+            moments = {f"{of}/{n}": getattr(p, of) for n, p in local.posterior.items() for of in ("mean", "sd")}
+        except Exception as error:
+            _log.warning("this silo's own coefficients cannot be worked out at the end (%s)", type(error).__name__)
+            return q
         if local.wrong_sds:
             _log.warning("%s", local.wrong_sds)
-        moments = {f"{what}/{n}": getattr(p, what) for n, p in local.posterior.items() for what in ("mean", "sd")}
-        return {**moments, **{f"own/{name}": value for name, value in local.q.items()}}
+        return moments | q
 
     # ---- who the people are ----
 

@@ -635,6 +635,39 @@ def test_rows_that_a_policy_does_not_want_are_nobodys_under_privacy(
                 assert site._job.unfit.whole == spoilt  # told to the site alone
 
 
+BRANCHES = """import pyro
+from pyro.distributions import Normal
+
+
+def effect(a, b):
+    slope = pyro.sample("slope", Normal(0.0, 1.0))
+    return a * slope if slope > 0.05 else b * slope
+"""
+
+
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("looked", [True, False], ids=["", "control"])
+def test_a_predictor_of_which_no_posterior_can_be_drawn_is_refused_before_the_rounds(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: bool
+) -> None:
+    """By a line to its site; nobody's records are said to be at fault. In the control nobody looks: all rounds are
+    carried, and the end is answered all the same, with q and without its moments."""
+    if not looked:
+        monkeypatch.setattr("secure_fvi.column_silo.check_predictor", lambda *_: None)
+    own = tmp_path / "own.py"
+    own.write_text(BRANCHES)
+    silos = [{"id": s, "data": str(tmp_path / f"{s}.csv")} for s in SILOS]
+    silos[0]["predictor"] = f"{own}:effect"
+    job = ColumnsJob(world, tmp_path, silo=silos, algorithm={**VERTICAL, "rounds": 2}, run={"compile": False})
+    job.allow("east", {"predictor": silos[0]["predictor"]}, sandbox="off")
+    with pytest.raises(ProtocolError, match="silo 'east' refused") if looked else nullcontext():
+        job.run()
+    (record,) = verify(world.homes["east"].log_file).jobs.values()
+    assert UNANSWERABLE not in record.omissions
+    kept = [set(load_file(path)) for path in (world.homes["east"].path / "results").glob("*.safetensors")]
+    assert [("own/theta/loc" in names, "mean/slope" in names) for names in kept] == [(True, False)] * (not looked)
+
+
 @pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
 def test_options_that_do_not_go_together_are_refused_before_people_are_matched(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool

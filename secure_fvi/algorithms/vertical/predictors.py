@@ -358,6 +358,8 @@ _ROWS = (
     "standardises, lags, sorts or counts over rows is another model in every batch; work such numbers out before, "
     "under privacy not from these people, and pass them as a column, or with sf.Shared where they are the same for all"
 )
+_NOT_MAPPED = "which this program does not allow"
+_NO_COURSE = "values must not decide on its course (.item(), `if`, boolean indexing)"
 _ROW_PRIOR = (
     "the prior of its sites depends on rows; pass what it needs with sf.Shared (a scale, the number of groups), under "
     "privacy nothing that was worked out from these people"
@@ -380,6 +382,13 @@ def check_predictor(predictor: Predictor, alone: bool) -> None:
         raise InputError(f"predictor: {_ROW_PRIOR}")
     if bad:
         raise InputError(f"predictor: {_ROWS}")
+    try:  # of which a posterior is made when all rounds are over
+        torch.func.vmap(lambda draw: predictor.constrain(draw, points))(torch.stack([theta, theta]))
+    except Exception as error:
+        raise InputError(
+            f"predictor: draws of its sites are mapped, by torch.func.vmap, {_NOT_MAPPED} ({type(error).__name__}): "
+            f"{_NO_COURSE}"
+        ) from error
     if not alone:
         return
     try:
@@ -387,9 +396,8 @@ def check_predictor(predictor: Predictor, alone: bool) -> None:
     except Exception as error:
         untested = f": {error}" if isinstance(error, UntestedOperation) else ""
         raise InputError(
-            "predictor: record-level privacy evaluates each row alone, by torch.func.vmap, which this program does not "
-            f"allow ({type(error).__name__}{untested}): values must not decide on its course (.item(), `if`, "
-            "boolean indexing), nor may it count on several rows"
+            f"predictor: record-level privacy evaluates each row alone, by torch.func.vmap, {_NOT_MAPPED} "
+            f"({type(error).__name__}{untested}): {_NO_COURSE}, nor may it count on several rows"
         ) from error
     if not same(mapped, first):
         raise InputError(f"predictor: {_ROWS}")
