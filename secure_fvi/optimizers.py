@@ -38,8 +38,9 @@ class Optimizer:
         if self.options.get("weight_decay", 0):
             # q's means and the logarithms of its sds would be drawn to 0, by no prior of the model.
             raise InputError("optimizer_options takes no weight_decay: it biases a posterior; the prior is the model's")
-        if not 0 < self.learning_rate < float("inf"):
-            raise InputError(f"learning_rate must be positive and finite, not {self.learning_rate}")
+        if not 0 < self.learning_rate <= torch.finfo(torch.float32).max:
+            # Past that a job in float32 failed as it began, which was told as a fault of data.
+            raise InputError(f"learning_rate must be positive and finite, in 32 bits too, not {self.learning_rate}")
         if not self.options:  # nothing else can be wrong; the first that is built loads PyTorch's compiler, a second
             return
         try:

@@ -41,3 +41,14 @@ def test_what_draws_parameters_to_zero_is_no_optimiser_of_a_posterior() -> None:
         Optimizer("adam", 0.1, {"weight_decay": 0.01})
     with pytest.raises(InputError, match="'adamw' is unknown"):
         Optimizer("adamw")
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "sgd"])
+def test_a_rate_that_32_bits_do_not_hold_is_refused(name: str) -> None:
+    """The control builds one all the same: it fails as a silo begins, where nothing but its data were said to."""
+    with pytest.raises(InputError, match="learning_rate must be positive and finite, in 32 bits too, not 1e"):
+        Optimizer(name, 1e300)
+    found = Optimizer(name, 1.0)
+    object.__setattr__(found, "learning_rate", 1e300)
+    with pytest.raises(RuntimeError, match="overflow"):
+        found.init({"a": torch.zeros(2, dtype=torch.float32)})
