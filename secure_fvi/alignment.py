@@ -805,7 +805,8 @@ class MatchingSilo:
 
     def _verify(self, place: int, signature: bytes, statement: bytes, what: str) -> None:
         if not self._roster.verify(place, signature, statement):
-            raise ProtocolError(f"silo '{self._roster.ids[place]}' did not sign {what}")
+            who = self._roster.ids[place]
+            raise ProtocolError(f"silo '{who}' did not sign {what}, or the matcher, which carried that, altered it")
 
 
 class Match(NamedTuple):
