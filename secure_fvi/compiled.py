@@ -12,8 +12,10 @@ import functools
 import logging
 import math
 import operator
+import os
 import re
 import shutil
+import stat
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.overrides import TorchFunctionMode
+
+from secure_fvi.errors import InputError
+from secure_fvi.files import make_private
 
 Mode = Literal["compiled", "traced", "eager", "alone"]
 
@@ -187,7 +192,7 @@ class Traced:
                 from torch._inductor.exc import InductorError
 
                 said = type(error).__name__
-                if isinstance(error, InductorError):  # it has met stand-ins alone, and no data
+                if isinstance(error, InductorError | InputError):  # it has met stand-ins alone, and no data
                     said += f": {str(error).splitlines()[0]}"
                 _log.warning("not compiled (%s); the traced graph runs instead", said)
                 self.mode = "traced"
@@ -428,6 +433,7 @@ def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | No
     from torch._dynamo import lookup_backend
     from torch._dynamo.exc import RestartAnalysis
 
+    _check_kept()
     for attempt in range(4):
         try:
             # The trace has been compared with the function: no need to assert sizes in every call.
@@ -439,6 +445,29 @@ def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | No
             if attempt == 3:
                 raise
     raise AssertionError("unreachable")
+
+
+def _check_kept() -> None:
+    """Raises InputError where others may write into a folder in which PyTorch's compiler keeps what it made. It
+    unpickles what it finds there, and loads libraries, in this process, beside keys and data; by default the folder has
+    a known name in `/tmp`, where any user of the machine may have made it first. One that is missing is made, for this
+    user alone."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    headers = default_cache_dir()  # which holds some of it wherever the other lies
+    for folder in (Path(headers), Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or headers).absolute()):
+        if not os.path.lexists(folder):
+            make_private(folder)
+        for place, found, harmless in (
+            (folder, folder.lstat(), 0),
+            (folder.parent, folder.parent.stat(), stat.S_ISVTX),  # as `/tmp` is: there none renames what is another's
+        ):
+            others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & harmless
+            if not stat.S_ISDIR(found.st_mode) or others or found.st_uid not in (os.geteuid(), 0):
+                raise InputError(
+                    f"'{place}', where PyTorch's compiler keeps what it made and runs what it finds, is no folder of "
+                    "this user's that nobody else may write to; remove it, or set TMPDIR to a folder of one's own"
+                )
 
 
 def _stand_ins(flat: Sequence[Tensor], axes: Sequence[int | None]) -> list[Tensor]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import pickle  # noqa: TID251 - what an attacker would leave
 import shutil
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,6 +222,93 @@ def test_what_the_compiler_computes_wrongly_runs_as_it_was_traced(
         assert torch.equal(traced(torch.zeros(2)), torch.ones(2))
     assert traced.mode == "traced"
     assert "not compiled (_OtherNumbers)" in caplog.text
+
+
+class _Planted:
+    """What somebody else has put where the compiler looks: who unpickles it runs it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return open, (self._path, "w")
+
+
+def _writable(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o777)
+
+
+def _link(folder: Path) -> None:
+    mine = folder.with_name("mine")
+    mine.mkdir(mode=0o700)
+    folder.symlink_to(mine)
+
+
+def _moved(folder: Path) -> None:
+    folder.parent.chmod(0o777)
+
+
+def _anothers(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    os.chown(folder, os.geteuid() + 1, -1)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the compiler keeps what it made, in a folder for temporary files as a machine has it."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which the compiler sets, so that it is put back
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    return Path(default_cache_dir())
+
+
+@pytest.mark.parametrize("make", [_writable, _link, _moved, _anothers])
+@pytest.mark.parametrize("named", [False, True])
+def test_nothing_is_compiled_where_others_of_the_machine_may_write(
+    make: Any, named: bool, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    if make is _anothers and os.geteuid() != 0:
+        pytest.skip("who is not root gives no folder away")
+    if named:  # the one that is named holds the most, and the other some of it
+        kept = tmp_path / "named" / "cache"
+        kept.parent.mkdir()
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    make(kept)
+    traced = Traced(torch.exp, (None,), "compiled")
+    assert torch.equal(traced(torch.zeros(2)), torch.ones(2))
+    assert traced.mode == "traced"
+    assert "not compiled (InputError: '" in caplog.text
+    assert "TMPDIR" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_what_another_user_left_for_the_compiler_does_not_run(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+
+    def run() -> str:
+        traced = Traced(torch.exp, (None,), "compiled")
+        assert torch.equal(traced(torch.zeros(2)), torch.ones(2))
+        return traced.mode
+
+    assert run() == "compiled"
+    assert kept.stat().st_mode & 0o777 == 0o700
+    for path in (p for p in kept.glob("*graph*/**/*") if p.is_file()):
+        path.write_bytes(pickle.dumps(_Planted(ran)))
+    kept.chmod(0o777)
+    assert run() == "traced"
+    assert not ran.exists()
+    monkeypatch.setattr("secure_fvi.compiled._check_kept", lambda: None)
+    run()
+    assert ran.exists()
 
 
 def _by_secret(x: Tensor) -> Tensor:
