@@ -234,6 +234,8 @@ def _records(config: Config, data: DataRule, policy: SitePolicy) -> Iterator[str
             yield (
                 f"by [{name}] it says which records are used as data set '{data.id}' (from_job: {_few(data.from_job)})"
             )
+    if config.silo and not config.vertical and data.path is None:
+        yield f"its silos read files of their own, and data set '{data.id}' has no path"
     few = "sampled_records" in policy.disclosures
     if config.data and not few:
         yield "by [data] a loader may leave out all records but a few (disclosures: 'sampled_records' is not listed)"

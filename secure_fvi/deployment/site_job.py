@@ -778,10 +778,11 @@ def check_left_out(home: Home, data_set: str, rows: int, left_out: int) -> None:
 @contextlib.contextmanager
 def _of_data(silo: str) -> Iterator[None]:
     """Whatever goes wrong with a site's own file or records follows from them: a DataError, of one kind for all. What
-    the site itself keeps of its jobs is no such file, and what its policy says of a job is of neither."""
+    the site itself keeps of its jobs is no such file, and what its policy or the offer itself says of a job is of
+    neither."""
     try:
         yield
-    except (DataError, RecordError, PolicyError):
+    except (DataError, JobError, RecordError, PolicyError):
         raise
     except Exception as error:
         what = str(error) if isinstance(error, InputError) else f"its data cannot be read ({type(error).__name__})"

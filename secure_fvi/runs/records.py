@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from secure_fvi.errors import DataError, InputError
+from secure_fvi.errors import DataError, InputError, JobError
 from secure_fvi.federated_model import FederatedModel, Schema, read_data, side_by_side
 from secure_fvi.later import Later
 from secure_fvi.models.base import Dataset, program
@@ -490,7 +490,7 @@ def _dataset(config: Config, data_dir: Path | None) -> Dataset:
     options = [name for name in inspect.signature(load).parameters if name != "data_dir"]
     for key in config.data:
         if key not in options:
-            raise InputError(unknown_key("data", key, options))
+            raise JobError(unknown_key("data", key, options))
     dataset: Dataset = load(data_dir, **config.data)
     return dataset
 

@@ -1179,3 +1179,38 @@ def test_options_that_do_not_go_together_are_no_fault_of_a_sites_data(
         _, told = answered(site.handle, offer.job, JOIN + sign_offer(offer, hub.identity()))
     assert (words.encode() in told) == named
     assert (DataError.TOLD.encode() in told) != named
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+@pytest.mark.parametrize("table", ["silo", "data"])
+def test_offers_of_files_or_keys_that_there_are_not_close_no_data_set(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, rule: bool
+) -> None:
+    """Of a program, whose records a job names by [partition]: offers with [[silo]] files, where the data set has none,
+    or with a key that the program's loader does not take. In the control they are jobs that the records could not
+    answer, and after three nobody's is let in."""
+    more = {
+        "silo": {"partition": None, "silo": [{"id": s, "data": "x.csv"} for s in SILOS]},
+        "data": {"data": {"nothing": 1}},
+    }
+    (tmp_path / "bad").mkdir()
+    good = Job(world, tmp_path, algorithm=CONFIG["algorithm"])
+    bad = Job(world, tmp_path / "bad", False, algorithm=CONFIG["algorithm"], **more[table])
+    good.allow("east", disclosures=["final_likelihood", "sampled_records"])
+    if not rule and table == "silo":
+        monkeypatch.setattr("secure_fvi.deployment.policy_check._records", lambda *_: ())
+    if not rule and table == "data":
+        monkeypatch.setattr(records, "JobError", InputError)
+    hub = world.homes["hub"]
+    with closing(Site(world.homes["east"], Local())) as site:
+
+        def join(job: Job) -> Joined:
+            offer = make_offer(job.config, hub.roster(NOW), "hub", manifest(job.config).hash, NOW)
+            countersigned(hub, site)
+            return CODEC.unpack(site.handle(offer.job, JOIN + sign_offer(offer, hub.identity())), Joined)
+
+        for _ in range(3):
+            with raises(InputError if table == "data" or not rule else PolicyError, "at-site|no path|data.nothing"):
+                join(bad)
+        with nullcontext() if rule else raises(PolicyError, "max_unanswered = 3"):
+            assert join(good).nonce

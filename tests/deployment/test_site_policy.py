@@ -394,7 +394,7 @@ def test_an_adaptive_clipping_norm_and_single_silos_have_to_be_listed(site: Site
     silo = {"unit": "silo", "epsilon": 0.9, "delta": 1e-7, "data_set": "cohort", "target_quantile": 0.5}
     offer = site.offer(config(privacy=silo))
     model = [{"hash": offer.model.hex(), "function": "model.py:mean"}]
-    data = [{"id": "cohort"}]
+    data = [{"id": "cohort", "path": "cohort.csv"}]
     site.refused(offer, "'adaptive_clipping' by target_quantile = 0.5", privacy=rules, model=model, data=data)
     check(offer, site.policy(privacy=rules, model=model, data=data, disclosures=["adaptive_clipping"]))
     visits = config(algorithm={"name": "vcl", "reveal_changes": True}, aggregation={"kind": "plain"}, privacy=None)
