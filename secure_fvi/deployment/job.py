@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import re
 import secrets
 from collections.abc import Container
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ LABEL_OFFER = b"secure-fvi/job-offer/3/"
 LABEL_COLUMNS = b"secure-fvi/columns-job/1/"
 #: Stands where a run's configuration has a path: what it names lies at the site.
 AT_SITE = "at-site"
+_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _LONGEST_CONFIG = 1 << 20
 VALID = datetime.timedelta(days=7)
 
@@ -204,6 +206,7 @@ def read_offer(
     digest = hashlib.sha256(LABEL_OFFER + envelope.offer).digest()
     if not signed(server.identity_key, LABEL_OFFER, digest, envelope.signature):
         raise ProtocolError(f"the job offer is not signed by the identity of '{server.id}'")
+    check_job_id(fields.job)
     wire.agreed({f"'{server.id}'": fields.protocols, f"'{site}'": wire.PROTOCOLS})
     if fields.roster != roster.hash:
         raise ProtocolError(
@@ -240,6 +243,12 @@ def read_offer(
     if portable(offer.config, offer.data_set) != offer.config:
         raise ProtocolError("the job offer names files; a site reads its own and no others")
     return offer
+
+
+def check_job_id(job: str) -> None:
+    """Raises ProtocolError for an id that names no folder of its own: it comes from the server."""
+    if not _ID.fullmatch(job):
+        raise ProtocolError("a job's id must be letters, digits, dashes and underscores, 100 of them at most")
 
 
 def offer_hash(message: bytes) -> bytes:

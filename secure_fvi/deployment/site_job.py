@@ -21,7 +21,6 @@ import hmac
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -54,7 +53,7 @@ from secure_fvi.deployment.fence import KeptTrace, model_for
 from secure_fvi.deployment.going import Stand, Unfit
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_held
 from secure_fvi.deployment.home import Home
-from secure_fvi.deployment.job import JobOffer
+from secure_fvi.deployment.job import JobOffer, check_job_id
 from secure_fvi.deployment.policy import DataRule, files_of
 from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import (
@@ -86,7 +85,6 @@ if TYPE_CHECKING:
     from secure_fvi.mixed_model import MixedModel
 
 _DRAWS = 1000
-_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _log = logging.getLogger(__name__)
 #: The survivors that were signed for each question, over all sessions.
 _QUESTIONS, _COHORTS = "questions.signed", "cohorts.json"
@@ -137,9 +135,8 @@ def threads_of(config: Config, work: int) -> int:
 
 
 def job_folder(home: Home, job: str) -> Path:
-    """Where a job is kept. `job` comes from the server: only what an id may hold is taken."""
-    if not _ID.fullmatch(job):
-        raise ProtocolError("a job's id must be letters, digits, dashes and underscores, 100 of them at most")
+    """Where a job is kept."""
+    check_job_id(job)
     return home.state_folder / "jobs" / job
 
 

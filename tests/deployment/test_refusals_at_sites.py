@@ -67,6 +67,7 @@ from secure_fvi.deployment.session_messages import (
 )
 from secure_fvi.deployment.site import Site, client_of, server_of
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
+from secure_fvi.deployment.status import read_status
 from secure_fvi.deployment.trail import TRAIL, TrailChain
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.engines.stream_client import answered
@@ -1214,3 +1215,30 @@ def test_offers_of_files_or_keys_that_there_are_not_close_no_data_set(
                 join(bad)
         with nullcontext() if rule else raises(PolicyError, "max_unanswered = 3"):
             assert join(good).nonce
+
+
+@pytest.mark.parametrize("rule", [True, False], ids=["", "control"])
+def test_an_offer_of_an_id_that_is_a_path_is_no_job_of_the_log(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: bool
+) -> None:
+    """On the stream of another job. In the control the log has it as accepted, and by it the site's people hear anew of
+    data that were mended long ago, or of what stands in a file elsewhere."""
+    offer, join = _offered(world, tmp_path)
+    hub, east = world.homes["hub"], world.homes["east"]
+    path = f"../jobs/{offer.job}"
+    if not rule:
+        monkeypatch.setattr("secure_fvi.deployment.job.check_job_id", lambda job: None)
+    with closing(Site(east, Local())) as site:
+        countersigned(hub, site)
+        assert CODEC.unpack(site.handle(offer.job, join), Joined).nonce
+        Unfit(job_folder(east, offer.job), "east", "data").tell("a cell that was mended long ago", whole=True)
+        countersigned(hub, site)
+        later = dataclasses.replace(offer, job="later")
+        site.handle("later", JOIN + sign_offer(later, hub.identity()))
+        assert not read_status(east, NOW).problems
+        countersigned(hub, site)
+        with raises(ProtocolError, "a job's id must be letters" if rule else "on the stream of job 'other'"):
+            site.handle("other", JOIN + sign_offer(dataclasses.replace(offer, job=path), hub.identity()))
+    found = read_status(east, NOW)
+    assert (path in [job.job for job in found.jobs]) == (not rule)
+    assert any("mended long ago" in said for said in found.problems) == (not rule)
