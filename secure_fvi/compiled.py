@@ -450,8 +450,8 @@ def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | No
 def _check_kept() -> None:
     """Raises InputError where others may write into a folder in which PyTorch's compiler keeps what it made. It
     unpickles what it finds there, and loads libraries, in this process, beside keys and data; by default the folder has
-    a known name in `/tmp`, where any user of the machine may have made it first. One that is missing is made, for this
-    user alone."""
+    a known name in `/tmp`, where any user of the machine may have made it first. That one is made where it is missing,
+    and closed to others: what a silo's program computes stands in it."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     headers = default_cache_dir()  # which holds some of it wherever the other lies
@@ -468,6 +468,7 @@ def _check_kept() -> None:
                     f"'{place}', where PyTorch's compiler keeps what it made and runs what it finds, is no folder of "
                     "this user's that nobody else may write to; remove it, or set TMPDIR to a folder of one's own"
                 )
+    make_private(Path(headers))
 
 
 def _stand_ins(flat: Sequence[Tensor], axes: Sequence[int | None]) -> list[Tensor]:

@@ -299,6 +299,8 @@ def test_what_another_user_left_for_the_compiler_does_not_run(
         assert torch.equal(traced(torch.zeros(2)), torch.ones(2))
         return traced.mode
 
+    kept.mkdir()
+    kept.chmod(0o755)  # as PyTorch makes it
     assert run() == "compiled"
     assert kept.stat().st_mode & 0o777 == 0o700
     for path in (p for p in kept.glob("*graph*/**/*") if p.is_file()):
