@@ -454,15 +454,18 @@ def _check_kept() -> None:
     and closed to others: what a silo's program computes stands in it."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    headers = default_cache_dir()  # which holds some of it wherever the other lies
+    headers, by_others = default_cache_dir(), stat.S_IWGRP | stat.S_IWOTH  # it holds some, wherever the other lies
     for folder in (Path(headers), Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or headers).absolute()):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_mode & by_others:  # as PyTorch itself makes it under some umasks
+                folder.rmdir()  # if nothing is in it
         if not os.path.lexists(folder):
             make_private(folder)
         for place, found, harmless in (
             (folder, folder.lstat(), 0),
             (folder.parent, folder.parent.stat(), stat.S_ISVTX),  # as `/tmp` is: there none renames what is another's
         ):
-            others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & harmless
+            others = found.st_mode & by_others and not found.st_mode & harmless
             if not stat.S_ISDIR(found.st_mode) or others or found.st_uid not in (os.geteuid(), 0):
                 raise InputError(
                     f"'{place}', where PyTorch's compiler keeps what it made and runs what it finds, is no folder of "

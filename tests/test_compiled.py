@@ -237,6 +237,7 @@ class _Planted:
 def _writable(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     folder.chmod(0o777)
+    (folder / "fxgraph").mkdir()
 
 
 def _link(folder: Path) -> None:
@@ -300,7 +301,7 @@ def test_what_another_user_left_for_the_compiler_does_not_run(
         return traced.mode
 
     kept.mkdir()
-    kept.chmod(0o755)  # as PyTorch makes it
+    kept.chmod(0o775)  # as PyTorch makes it under some umasks, and nothing is in it
     assert run() == "compiled"
     assert kept.stat().st_mode & 0o777 == 0o700
     for path in (p for p in kept.glob("*graph*/**/*") if p.is_file()):
