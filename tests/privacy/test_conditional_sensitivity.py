@@ -495,9 +495,13 @@ def _transformed(x: Tensor) -> Tensor:
 
 
 def _coupled_by_vmap_later(x: Tensor) -> Tensor:
-    """The same, on a course that is taken where z is large."""
+    """The same, on a course that is taken where z is large; not where draws of z are mapped, as for a posterior."""
     z = pyro.sample("z", dist.Normal(0.0, 2.0))
-    return _coupled_by_vmap(x) if z > 0.6 else 0.1 * z * x.sum(1)
+    try:
+        later = bool(z > 0.6)
+    except RuntimeError:
+        later = False
+    return _coupled_by_vmap(x) if later else 0.1 * z * x.sum(1)
 
 
 def _cannot_be_factorised(x: Tensor) -> Tensor:
