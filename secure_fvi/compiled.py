@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -601,6 +602,39 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+#: How many blocks `by_itself` is around now, and what PyTorch was told before, for all threads of a process.
+_around, _before, _settings = [0], list[bool](), threading.Lock()
+
+
+@contextlib.contextmanager
+def by_itself() -> Iterator[None]:
+    """What each record, or each part of them, gives by itself. In one thread: several would cut a block into parts at
+    places of their own. Memory that nobody has written (`torch.empty`) holds NaN, or the largest whole number, where it
+    would show what was worked out of other records: so PyTorch has it with deterministic algorithms."""
+    with threads(1):
+        with _settings:
+            _around[0] += 1
+            if _around[0] == 1:
+                _before[:] = (
+                    torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only(),
+                    torch._C._get_deterministic_fill_uninitialized_memory(),
+                )  # fmt: skip
+                _set(True, not _before[0] or _before[1], True)
+        try:
+            yield
+        finally:
+            with _settings:
+                _around[0] -= 1
+                if _around[0] == 0:
+                    _set(*_before)
+
+
+def _set(deterministic: bool, warn_only: bool, filled: bool) -> None:
+    """`torch.use_deterministic_algorithms` but for its import of a compiler, which takes a second."""
+    torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch._C._set_deterministic_fill_uninitialized_memory(filled)
 
 
 def over_draws(fn: Callable[..., Any], *args: Any) -> Any:

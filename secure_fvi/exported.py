@@ -856,7 +856,8 @@ def _first_placed(rows: Tensor, place: int) -> Tensor:
 def _same_number(one: Tensor, other: Tensor) -> bool:
     """But for how it is rounded."""
     near = 1e-3 if one.dtype in (torch.float32, torch.complex64) else 1e-8
-    return one.shape == other.shape and torch.allclose(one, other, near, near, equal_nan=True)
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.allclose(one, other, near, near, equal_nan=True)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

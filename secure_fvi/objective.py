@@ -252,7 +252,10 @@ def record_gradients(
 
         if mapped:
             return RecordGradients(*vmap(one, in_dims=(0, 0, 0, 1))(local_params, rows, weights, eps_local))
-        found = [one(_row(local_params, i), _row(rows, i), weights[i], eps_local[:, i]) for i in range(len(weights))]
+        found = [
+            one(_row(local_params, i), _row(rows, i), weights[i].clone(), eps_local[:, i].clone())
+            for i in range(len(weights))
+        ]
         gradients, values, local = zip(*found, strict=True)
         stacked = {name: torch.stack([part[name] for part in local]) for name in local_params}
         return RecordGradients(torch.stack(gradients), torch.stack(values), stacked)
@@ -272,7 +275,8 @@ def _as_batch(params: Params) -> Params:
 
 
 def _row(params: Params, i: int) -> Params:
-    return {name: value[i] for name, value in params.items()}
+    """In memory of its own, around which there are no other rows to read (`as_strided`), nor a place to tell."""
+    return {name: value[i].clone() for name, value in params.items()}
 
 
 class ServerGradient(NamedTuple):

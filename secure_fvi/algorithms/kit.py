@@ -52,7 +52,7 @@ from secure_fvi.algorithms.base import (
     choose_cohort,
     form,
 )
-from secure_fvi.compiled import TracedOnMade, flatten, threads
+from secure_fvi.compiled import TracedOnMade, by_itself, flatten
 from secure_fvi.disclosure import Sums
 from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
 from secure_fvi.exported import GraphDensity, untested_operations, used_operations
@@ -586,7 +586,7 @@ class EachAlone:
         def step(block: Rows) -> Any:
             nonlocal run
             given = args(block)
-            with threads(1):  # several would cut a block into parts at places of their own
+            with by_itself():
                 if run is None:  # once a call: how many blocks there are, and calls in search of who fails, is of data
                     self._look(given)
                     run = self.run.ready(*given)

@@ -76,7 +76,7 @@ from secure_fvi.algorithms.prior import Prior
 from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner
 from secure_fvi.algorithms.stationarity import as_sent, final_draws
 from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE, q_part
-from secure_fvi.compiled import threads
+from secure_fvi.compiled import by_itself
 from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import BoundError, InputError, ProtocolError
 from secure_fvi.families import Params
@@ -1012,7 +1012,7 @@ class PVIProgram(Program):
         if message.phase == REFINE:
             return Answer({**own, REFINED: self._near(message, local, view, views)}, local)
         per_unit, local = self.families.told_per_unit(message, view.silo), local._replace(asked=message.tensors["q"])
-        with threads(1) if self.averaged else contextlib.nullcontext():
+        with by_itself() if self.averaged else contextlib.nullcontext():
             answered = [self._answered(message, k, part, views[k], noised_sum) for k, part in enumerate(local.parts)]
         parts, fits = [part for part, _, _ in answered], [fit for _, fit, _ in answered]
         each = [

@@ -307,6 +307,58 @@ def test_a_place_behind_a_records_table_is_nobody_elses(monkeypatch: pytest.Monk
     assert gaps(functools.partial(reading_world, "unfenced"), ROUNDS).max() > 5
 
 
+# ---- what lies around a record's own numbers, and what was in memory before ----
+
+
+def reads_around(x: Tensor, y: Tensor) -> None:
+    """Once z > 0.6, the number that lies first in the memory in which the record's own lies."""
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    with pyro.plate("row", len(y)):
+        first = x.as_strided((1,), (1,), 0)
+        pyro.sample("y", dist.Normal(z + torch.relu(z - 0.6) * (first - x), 1.0), obs=y)
+
+
+#: Whether it does: not where it is looked at before the first round, which may find what is there by chance.
+READS = [False]
+
+
+def reads_old(x: Tensor, y: Tensor) -> None:
+    """Memory that it has not written, before it works with as much for a block of 32 records."""
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    with pyro.plate("row", len(y)):
+        old = torch.empty(32_000).nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4).mean()
+        pyro.sample("y", dist.Normal(z + (old if READS[0] else 0.0 * z), 1.0), obs=y)
+        assert (x.sum() * torch.ones(1000)).shape == (1000,)
+
+
+def memory_world(program: Callable[..., None], changed: bool) -> Parties:
+    silo = {"x": torch.zeros(70), "y": 3 + torch.randn(70, generator=torch.Generator().manual_seed(0))}
+    one = {"x": torch.tensor([1e4]), "y": torch.tensor([3.0])}
+    READS[0] = False
+    built = world(program, "unfenced", silo, one if changed else None)
+    READS[0] = True
+    return built
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.filterwarnings("ignore:the model uses as_strided:secure_fvi.errors.SecureFVIWarning")
+def test_around_a_record_that_is_evaluated_alone_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control gives it a part of the block's memory, as was shipped."""
+    build = functools.partial(memory_world, reads_around)
+    assert 0.3 < gaps(build, ROUNDS).max() <= 1 + 1e-9
+    monkeypatch.setattr("secure_fvi.objective._row", lambda rows, i: {name: value[i] for name, value in rows.items()})
+    assert gaps(build, ROUNDS).max() > 5
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_memory_that_a_program_has_not_written_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control leaves it as it was: what the last block left there."""
+    build = functools.partial(memory_world, reads_old)
+    assert 0.3 < gaps(build, ROUNDS).max() <= 1 + 1e-9
+    monkeypatch.setattr("secure_fvi.compiled._set", lambda *settings: None)
+    assert gaps(build, ROUNDS).max() > 5
+
+
 # ---- a function that brings rules of its own ----
 
 
@@ -518,16 +570,17 @@ def test_a_function_is_traced_on_what_is_made() -> None:
     assert len(sums) > TRACE_AFTER_CALLS
 
 
-def test_a_block_runs_in_one_thread_whatever_the_process_is_told() -> None:
+def test_a_block_runs_in_one_thread_and_in_new_memory_whatever_the_process_is_told() -> None:
     parties = world(plain, "unfenced", {"x": torch.ones(3), "y": torch.ones(3)}, None)
     program: Any = parties.engine.silos["silo-1"].program
-    step, found = program._step.run, list[int]()
+    step, found = program._step.run, list[tuple[int, bool]]()
 
     def counted(*args: Any) -> Any:
-        found.append(torch.get_num_threads())
+        found.append((torch.get_num_threads(), bool(torch.empty(2).isnan().all())))
         return step(*args)
 
     program._step.run = types.SimpleNamespace(traced=False, ready=lambda *_: counted)
     with threads(2):
         parties.engine.run(parties.server.round())
-    assert found == [1]
+    assert found == [(1, True)]
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -298,15 +298,16 @@ NINE, TWO = THREE.outer(THREE), torch.tensor(2)
         (lambda: aten.any.dims(THREE, []), lambda: aten.any.dims(THREE, [0])),
         (lambda: aten.index_select(THREE, 0, TWO), lambda: aten.index_select(THREE, 0, TWO[None])),
         (lambda: aten.embedding(NINE, TWO), lambda: aten.index(NINE, [TWO])),
+        (lambda: aten.where(ONE > 0, ONE.float(), ONE), lambda: aten.where(THREE > 0, THREE.float(), THREE)),
     ],
-    ids=["_euclidean_dist", "smooth_l1_loss", "mse_loss", "any", "index_select", "embedding"],
+    ids=["_euclidean_dist", "smooth_l1_loss", "mse_loss", "any", "index_select", "embedding", "where"],
 )  # fmt: skip
 def test_a_call_that_mixes_records_is_found(
     call: Any, proper: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As no sample calls it: of tensors without an axis, or of several numbers of them, or where so many records as
-    an axis is long would be taken for it; that gives records other numbers than each has alone, or one where there is
-    none. So each would be, were it on the list. The control: as the samples have it."""
+    an axis is long would be taken for it; that gives records other numbers than each has alone, of another type too, or
+    one where there is none. So each would be, were it on the list. The control: as the samples have it."""
     monkeypatch.setattr(exported, "is_mapped", lambda name: True)
     found = untested_operations(call)
     assert found == [f"{request.node.callspec.id} (as it is called)"]

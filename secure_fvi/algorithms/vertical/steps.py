@@ -27,7 +27,7 @@ from torch import Tensor
 from secure_fvi.algorithms.kit import Rows, evaluated
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor, each_alone, log_normal
-from secure_fvi.compiled import Calls, Mode, TracedOnMade, flatten, structure, threads
+from secure_fvi.compiled import Calls, Mode, TracedOnMade, by_itself, flatten, structure
 from secure_fvi.errors import SecureFVIWarning, UntestedOperation, one_line
 from secure_fvi.families import GlobalFamily, global_family
 from secure_fvi.families.gaussian import Point
@@ -414,7 +414,7 @@ class ByRecord:
 
     def __call__(self, shared: Any, records: Any) -> Any:
         """What is found of each record (B, ...), not a number where the function raises on it."""
-        with threads(1):  # several would cut a block into parts at places of their own
+        with by_itself():
             count = len(flatten(records)[0])
             ways = self._together if self.traced.traced or self._can_be_together(shared) else self._one_by_one
             step, blocks = ways(shared, records, count)
