@@ -72,7 +72,7 @@ from secure_fvi.algorithms.structured import (
     local_units,
 )
 from secure_fvi.algorithms.weighing import DISCLOSED
-from secure_fvi.compiled import Traced
+from secure_fvi.compiled import Traced, by_itself
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.exported import untested_operations
@@ -928,7 +928,8 @@ class SFVIProgram(StructuredProgram):
         record = self.local_family.init(self.move(problem.start.z_record[:1].expand(2, -1)))
         nothing = self.move(torch.zeros(2))
         eps = self.move(torch.zeros(self.samples, 2, self.n_record))
-        found: SiloGradient = self._own_terms(*sent, record, silo, rows, nothing, eps, eps_silo)
+        with by_itself():  # what this adds is neither cut nor noised: nothing that was worked out of records enters it
+            found: SiloGradient = self._own_terms(*sent, record, silo, rows, nothing, eps, eps_silo)
         return found
 
     def _made(

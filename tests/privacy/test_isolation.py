@@ -28,7 +28,7 @@ import secure_fvi as sf
 from secure_fvi import compiled
 from secure_fvi.algorithms import kit
 from secure_fvi.algorithms.kit import blocks_of
-from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, threads
+from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, by_itself, threads
 from secure_fvi.deployment.fenced import export
 from secure_fvi.errors import InputError
 from secure_fvi.exported import GraphDensity, Program, TensorGraph, read_program
@@ -69,14 +69,17 @@ class Fenced:
         return read_program(export(self.roles, schema, dtype), schema)
 
 
-def world(program: Callable[..., None], how: str, silo: dict[str, Tensor], record: dict[str, Tensor] | None) -> Parties:
-    """One silo; `record` joins it, before all others, where it is given."""
+def world(
+    program: Callable[..., None], how: str, silo: dict[str, Tensor], record: dict[str, Tensor] | None,
+    sites: tuple[str, ...] = (),
+) -> Parties:  # fmt: skip
+    """One silo, of which the model has these sites; `record` joins it, before all others, where it is given."""
     ids = torch.arange(len(silo["y"])) + 1000
     if record is not None:
         silo = {name: torch.cat([record[name], v]) for name, v in silo.items()}
         ids = torch.cat([torch.tensor([7]), ids])
     privacy = sf.RecordDP(noise_multiplier=2.0, clipping_norm=1.0, noise="silo", retries=0)
-    model: Any = Fenced(program) if how == "fenced" else FederatedModel(program, "row")
+    model: Any = Fenced(program) if how == "fenced" else FederatedModel(program, "row", silo_sites=sites)
     server, engine, _ = build_parties(
         model, [silo], sf.SFVI(iterations=ROUNDS, learning_rate=0.5), sf.Plain(), record_ids=[ids], compile=False,
         privacy=privacy, noise_key=b"k" * 32,
@@ -331,6 +334,13 @@ def reads_old(x: Tensor, y: Tensor) -> None:
         assert (x.sum() * torch.ones(1000)).shape == (1000,)
 
 
+def with_level(x: Tensor, y: Tensor) -> None:
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    level = pyro.sample("level", dist.Normal(z, 1.0))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(level + x, 1.0), obs=y)
+
+
 def memory_world(program: Callable[..., None], changed: bool) -> Parties:
     silo = {"x": torch.zeros(70), "y": 3 + torch.randn(70, generator=torch.Generator().manual_seed(0))}
     one = {"x": torch.tensor([1e4]), "y": torch.tensor([3.0])}
@@ -357,6 +367,23 @@ def test_memory_that_a_program_has_not_written_is_nobody_elses(monkeypatch: pyte
     assert 0.3 < gaps(build, ROUNDS).max() <= 1 + 1e-9
     monkeypatch.setattr("secure_fvi.compiled._set", lambda *settings: None)
     assert gaps(build, ROUNDS).max() > 5
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_nor_is_it_in_what_a_silo_adds_besides_its_records(control: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is neither cut nor noised: by a site of a silo's, one record moved a sum by 5.6 norms."""
+    monkeypatch.setattr("secure_fvi.algorithms.sfvi.by_itself", contextlib.nullcontext if control else by_itself)
+    parties = world(with_level, "unfenced", {"x": torch.zeros(3), "y": torch.ones(3)}, None, ("level",))
+    program: Any = parties.engine.silos["silo-1"].program
+    terms, found = program._own_terms, list[bool]()
+
+    def seen(*args: Any) -> Any:
+        found.append(torch.are_deterministic_algorithms_enabled())
+        return terms(*args)
+
+    program._own_terms = seen
+    parties.engine.run(parties.server.round())
+    assert found == [not control]
 
 
 # ---- a function that brings rules of its own ----
