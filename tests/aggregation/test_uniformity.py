@@ -1,4 +1,5 @@
-"""What the server receives is uniform whatever the silos put in: chi-square over bytes, false alarm 1e-6 a test."""
+"""What the server receives is uniform whatever the silos put in: chi-square over bytes, whose false alarm is 1e-9 a
+look, of which there are some hundred."""
 
 import itertools
 import random
@@ -15,7 +16,7 @@ from secure_fvi.aggregation.messages import Contribution, Deposit, Shares, unpac
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.prg import Mask
 
-FALSE_ALARM = 1e-6
+FALSE_ALARM = 1e-9
 TABLE = BlockTable((Block("g", (20_000,), 1.0),))
 
 

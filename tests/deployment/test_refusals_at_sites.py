@@ -51,7 +51,7 @@ from secure_fvi.deployment.home import Home, _close, check_private
 from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
 from secure_fvi.deployment.keeping import install, sign, write_template
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.names import Hex32, Table, parse_table
+from secure_fvi.deployment.names import Hex32, Table, now, parse_table
 from secure_fvi.deployment.serving import Hub, remote_federation
 from secure_fvi.deployment.session_messages import (
     CODEC,
@@ -1235,10 +1235,10 @@ def test_an_offer_of_an_id_that_is_a_path_is_no_job_of_the_log(
         countersigned(hub, site)
         later = dataclasses.replace(offer, job="later")
         site.handle("later", JOIN + sign_offer(later, hub.identity()))
-        assert not read_status(east, NOW).problems
+        assert not read_status(east, now()).problems
         countersigned(hub, site)
         with raises(ProtocolError, "a job's id must be letters" if rule else "on the stream of job 'other'"):
             site.handle("other", JOIN + sign_offer(dataclasses.replace(offer, job=path), hub.identity()))
-    found = read_status(east, NOW)
+    found = read_status(east, now())
     assert (path in [job.job for job in found.jobs]) == (not rule)
     assert any("mended long ago" in said for said in found.problems) == (not rule)
