@@ -793,6 +793,14 @@ def _keeps_apart(func: Callable[..., Any], given: Sequence[Any], form: Any) -> b
         mapped = torch.func.vmap(lambda *row: alone(dict(zip(rows, row, strict=True))))
         return list(mapped(*(value.clone() for value in rows.values())))
 
+    def otherwise(found: Sequence[Tensor], rows: Mapping[int, Tensor], at: int) -> bool:
+        """Whether a record has other numbers than it has alone, or has some where it fails alone."""
+        try:
+            own = alone({i: value[at] for i, value in rows.items()})
+            return not all(_same_number(a[at], b) for a, b in zip(found, own, strict=True))
+        except Exception:
+            return True
+
     for of in chosen:
         rows = {i: _rows_like(given[i], i) for i in of}
         try:
@@ -802,25 +810,18 @@ def _keeps_apart(func: Callable[..., Any], given: Sequence[Any], form: Any) -> b
                 results({i: value[:1] for i, value in rows.items()})
                 return False
             continue
-        for at in range(_TRIED):
-            with contextlib.suppress(Exception):
-                own = alone({i: value[at] for i, value in rows.items()})
-                if not all(_same_number(a[at], b) for a, b in zip(found, own, strict=True)):
-                    return False
+        if any(otherwise(found, rows, at) for at in range(_TRIED)):
+            return False
         for whole in (False, True):  # a changed place may be one that there is not
             with contextlib.suppress(Exception):
                 others = results({i: _last_changed(value, whole) for i, value in rows.items()})
                 if not all(_same_bits(a[: _TRIED - 1], b[: _TRIED - 1]) for a, b in zip(found, others, strict=True)):
                     return False
-        for size in {n for i in places for n in given[i].shape}:  # a place behind a record's last may be the next one's
+        sizes = {n for i in places for n in given[i].shape} if any(map(_is_whole, rows.values())) else ()
+        for size in sizes:  # a place behind a record's last may be the next one's
             behind = {i: _first_placed(value, size) for i, value in rows.items()}
             with contextlib.suppress(Exception):
-                first = results(behind)
-                try:
-                    own = alone({i: value[0] for i, value in behind.items()})
-                except Exception:
-                    return False
-                if not all(_same_number(a[0], b) for a, b in zip(first, own, strict=True)):
+                if otherwise(results(behind), behind, 0):
                     return False
     return True
 
@@ -844,9 +845,13 @@ def _last_changed(rows: Tensor, whole: bool) -> Tensor:
     return rows
 
 
+def _is_whole(rows: Tensor) -> bool:
+    return not rows.is_floating_point() and rows.dtype != torch.bool
+
+
 def _first_placed(rows: Tensor, place: int) -> Tensor:
     """The same, with this number in all of the first one's whole numbers."""
-    if rows.is_floating_point() or rows.dtype == torch.bool:
+    if not _is_whole(rows):
         return rows
     rows = rows.clone()
     rows[0] = place

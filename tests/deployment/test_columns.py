@@ -185,6 +185,16 @@ def test_a_site_hears_that_its_sds_are_too_small(
     assert all("beta" in line for line in said)
 
 
+def _joined(stack: ExitStack, world: World, job: str, signed: bytes) -> tuple[dict[str, Site], dict[str, Any]]:
+    """The sites that have joined, until the stack closes, and what each said of itself."""
+    sites = {s: stack.enter_context(closing(Site(world.homes[s], Local()))) for s in SILOS}
+    said = {}
+    for silo, site in sites.items():
+        met(world.homes["hub"], site)
+        said[silo] = unpack_schema(CODEC.unpack(site.handle(job, JOIN + signed), Joined).schema).constants
+    return sites, said
+
+
 def test_a_server_that_carries_the_response_cannot_open_it(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,11 +205,7 @@ def test_a_server_that_carries_the_response_cannot_open_it(
     signed, own = sign_offer(offer, hub.identity()), X25519PrivateKey.generate()
     mine = own.public_key().public_bytes_raw()
     with ExitStack() as stack:
-        sites = {s: stack.enter_context(closing(Site(world.homes[s], Local()))) for s in SILOS}
-        said = {}
-        for silo, site in sites.items():
-            met(hub, site)
-            said[silo] = unpack_schema(CODEC.unpack(site.handle(offer.job, JOIN + signed), Joined).schema).constants
+        sites, said = _joined(stack, world, offer.job, signed)
         assert "key" not in said["east"]
         keys = {s: (bytes.fromhex(said[s]["key"]), bytes.fromhex(said[s]["signature"])) for s in ("north", "south")}
 
@@ -434,11 +440,7 @@ def test_a_disk_that_is_full_as_a_response_is_told_is_no_fault_of_the_data(
         write_whole(path, content, private)
 
     with ExitStack() as stack:
-        sites = {s: stack.enter_context(closing(Site(world.homes[s], Local()))) for s in SILOS}
-        said = {}
-        for silo, site in sites.items():
-            met(hub, site)
-            said[silo] = unpack_schema(CODEC.unpack(site.handle(offer.job, JOIN + signed), Joined).schema).constants
+        sites, said = _joined(stack, world, offer.job, signed)
         wanted = Wanted("north", *(bytes.fromhex(said["north"][name]) for name in ("key", "signature")))
         with monkeypatch.context() as disk:
             disk.setattr(columns_job, "write_atomically", full)
